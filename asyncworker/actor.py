@@ -1,0 +1,239 @@
+"""@actor: an async function that receives a session, as a Dramatiq actor.
+
+The decorator is sugar over `Runtime.session`; everything else is Dramatiq's: queues, priorities, retries, time
+limits, results, callbacks, pipelines.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
+
+import dramatiq
+from dramatiq import Broker, Message
+
+from asyncworker.broker import get_broker
+from asyncworker.errors import DeclarationError, InvalidArguments
+from asyncworker.identity import checked_seed, new_seed
+from asyncworker.middleware import IDENTITY_OPTION, SESSION_OPTION, BrowserMiddleware
+from asyncworker.runtime import Session, current_attempt
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_IDENTITIES = ("deployment", "message")
+
+
+class SessionActor(dramatiq.Actor[P, R]):
+    """A Dramatiq actor whose function receives a `Session` first.
+
+    Attributes:
+        fn_async: The decorated function itself: `await title.fn_async(session, url)` runs it in a test.
+    """
+
+    fn_async: Callable[..., Awaitable[R]]
+
+    def __init__(self, fn: Callable[..., Awaitable[R]], *, broker: Broker, options: dict[str, Any], **how: Any) -> None:
+        self.fn_async = fn
+        self._signature = _signature(fn)
+        self._takes_seed = _takes(self._signature, "seed")
+        super().__init__(self._run_in_session(fn), broker=broker, options=options, **how)
+
+    def message_with_options(
+        self, *, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> Message[R]:
+        """Build a message; its seed is in its kwargs from here on.
+
+        Raises:
+            InvalidArguments: When the arguments do not fit the function.
+            InvalidSeed: When the seed is none.
+            BrokerUnavailable: When the deployment's seed is not known yet and the store does not answer.
+        """
+        given = dict(kwargs or {})
+        self._check_arguments(tuple(args), given)
+        seed = given.get("seed")
+        given["seed"] = self._default_seed() if seed is None else checked_seed(seed)
+        return super().message_with_options(args=args, kwargs=given, **options)
+
+    @property
+    def _middleware(self) -> BrowserMiddleware:
+        """Of the broker that this actor is on now: tests move actors to another one."""
+        return next(m for m in self.broker.middleware if isinstance(m, BrowserMiddleware))
+
+    def _default_seed(self) -> int:
+        if self.options.get(IDENTITY_OPTION) == "message":
+            return new_seed()
+        return self._middleware.deployment_seed()
+
+    def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        named = kwargs if self._takes_seed else {name: kwargs[name] for name in kwargs if name != "seed"}
+        try:
+            self._signature.bind(None, *args, **named)
+        except TypeError as error:
+            wanted = self._signature.replace(
+                parameters=list(self._signature.parameters.values())[1:], return_annotation=inspect.Signature.empty
+            )
+            raise InvalidArguments(
+                f"{self.actor_name}{wanted} cannot be called with these arguments: {error}",
+                actor=self.actor_name,
+            ) from None
+
+    def _run_in_session(self, fn: Callable[..., Awaitable[R]]) -> Callable[..., Awaitable[R]]:
+        async def run(*args: Any, **kwargs: Any) -> R:
+            self._check_arguments(args, kwargs)
+            attempt = current_attempt.get()
+            runtime = self._middleware.runtime
+            if attempt is None:
+                raise RuntimeError(f"{self.actor_name} was called outside an attempt; send() it a message")
+            checked_seed(kwargs.get("seed"))
+            if not self._takes_seed:
+                kwargs.pop("seed", None)
+            async with runtime.session(attempt) as session:
+                return await fn(session, *args, **kwargs)
+
+        run.__name__, run.__module__ = fn.__name__, fn.__module__
+        return run
+
+
+class _Decorator(Protocol):
+    def __call__(self, fn: Callable[Concatenate[Session, P], Awaitable[R]], /) -> SessionActor[P, R]: ...
+
+
+@overload
+def actor(fn: Callable[Concatenate[Session, P], Awaitable[R]], /) -> SessionActor[P, R]: ...
+
+
+@overload
+def actor(
+    *,
+    actor_name: str | None = None,
+    queue_name: str = "default",
+    priority: int = 0,
+    broker: Broker | None = None,
+    identity: str = "deployment",
+    **options: Any,
+) -> _Decorator: ...
+
+
+def actor(
+    fn: Callable[..., Awaitable[Any]] | None = None,
+    /,
+    *,
+    actor_name: str | None = None,
+    queue_name: str = "default",
+    priority: int = 0,
+    broker: Broker | None = None,
+    identity: str = "deployment",
+    **options: Any,
+) -> Any:
+    """Declare an async function that receives a `Session` first as an actor.
+
+    Parameters:
+        actor_name: None: the module's path below the actors package, and the function's name, as `pages.title`.
+        queue_name: The queue that its messages go to.
+        priority: Lower numbers are started first among the messages that a worker holds.
+        broker: None: the deployment's.
+        identity: Whose seed a message without one gets: `deployment`, so that such messages share a browser and
+            are one visitor, or `message`: a fresh one each, drawn when it is sent.
+        options: Dramatiq's: max_retries, min_backoff, max_backoff, retry_when, throws, time_limit (ms), max_age
+            (ms), store_results, result_ttl (ms), notify_shutdown, on_success, on_failure, pipe_ignore, …
+
+    Raises:
+        DeclarationError: When the function cannot be an actor, or the name is taken.
+        ValueError: For an option or queue name that Dramatiq does not know.
+    """
+
+    def decorate(function: Callable[..., Awaitable[Any]]) -> SessionActor[..., Any]:
+        _check_function(function)
+        if identity not in _IDENTITIES:
+            raise DeclarationError(f"identity={identity!r} is none of {', '.join(_IDENTITIES)}")
+        home = broker or get_broker()
+        if not any(isinstance(middleware, BrowserMiddleware) for middleware in home.middleware):
+            raise DeclarationError(
+                f"the broker of {function.__qualname__} was not made by asyncworker; leave broker= out, or add "
+                "asyncworker's middleware to it"
+            )
+        name = actor_name or default_name(function, home)
+        _check_name(home, name, function)
+        declare = dramatiq.actor(
+            actor_class=SessionActor,
+            actor_name=name,
+            queue_name=queue_name,
+            priority=priority,
+            broker=home,
+            **options,
+            **{SESSION_OPTION: True, IDENTITY_OPTION: identity},
+        )
+        return cast(SessionActor[..., Any], declare(function))
+
+    return decorate if fn is None else decorate(fn)
+
+
+def default_name(function: Callable[..., Any], broker: Broker) -> str:
+    """`<module below the actors package>.<function>`: `pages.title` for `title` in `actors/pages.py`."""
+    module = function.__module__
+    if module == "__main__":
+        main = sys.modules["__main__"]
+        spec = getattr(main, "__spec__", None)
+        module = spec.name if spec else Path(getattr(main, "__file__", None) or "__main__").stem
+    for middleware in broker.middleware:
+        if isinstance(middleware, BrowserMiddleware):
+            for package in middleware.settings.actors:
+                module = module.removeprefix(f"{package}.")
+    return f"{module}.{function.__name__}"
+
+
+def _signature(fn: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(fn)
+
+
+def _takes(signature: inspect.Signature, name: str) -> bool:
+    parameters = signature.parameters.values()
+    return name in signature.parameters or any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _check_function(function: Callable[..., Any]) -> None:
+    name = getattr(function, "__qualname__", repr(function))
+    if not inspect.iscoroutinefunction(function):
+        raise DeclarationError(
+            f"{name} is not async: an actor with a session runs on the worker's asyncio loop. Write `async def`, "
+            "and move blocking work into `await asyncio.to_thread(...)`; for work without a browser use "
+            "@dramatiq.actor"
+        )
+    parameters = list(_signature(function).parameters.values())
+    if not parameters or parameters[0].kind not in (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    ):
+        raise DeclarationError(f"{name} must take the session first: async def {name}(session: Session, ...)")
+    if parameters[0].name == "seed" or _names_another_type(parameters[0].annotation):
+        raise DeclarationError(
+            f"the first parameter of {name} is {parameters[0]}, but an actor receives the session there: "
+            f"async def {name}(session: Session, ...)"
+        )
+    seed = next((parameter for parameter in parameters if parameter.name == "seed"), None)
+    if seed is not None and seed.kind is inspect.Parameter.POSITIONAL_ONLY:
+        raise DeclarationError(f"{name} takes seed by position only, but it comes by name: write `*, seed`")
+
+
+def _names_another_type(annotation: object) -> bool:
+    """True when the first parameter is annotated as something that is no session."""
+    if annotation is inspect.Parameter.empty or annotation is Any:
+        return False
+    if isinstance(annotation, str):
+        return annotation.strip("'\"").rpartition(".")[2] not in ("Session", "Any")
+    return not (isinstance(annotation, type) and issubclass(annotation, Session))
+
+
+def _check_name(broker: Broker, name: str, function: Callable[..., Any]) -> None:
+    other = broker.actors.get(name)
+    if other is None:
+        return
+    where = getattr(other, "fn_async", other.fn)
+    raise DeclarationError(
+        f"two actors are named {name!r}: {where.__module__}.{where.__qualname__} and "
+        f"{function.__module__}.{function.__qualname__}; give one of them actor_name=..."
+    )

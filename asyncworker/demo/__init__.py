@@ -1,0 +1,1 @@
+"""What `asyncworker demo` needs: a site of its own to work on."""

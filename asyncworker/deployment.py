@@ -1,0 +1,77 @@
+"""The deployment's actors: found from the settings, imported in sorted order, their errors shown whole."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import pkgutil
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from dramatiq import Broker
+
+from asyncworker import embedded
+from asyncworker.broker import get_broker
+from asyncworker.errors import AsyncworkerError
+from asyncworker.settings import Settings, load
+
+logger = logging.getLogger("asyncworker.worker")
+
+
+def start() -> Broker:
+    """What a worker process does first.
+
+    Raises:
+        ImportError: For whatever stands in the way, with its cause whole: Dramatiq shows it and ends the worker
+            with its exit code for imports.
+    """
+    try:
+        settings = load()
+        broker = get_broker(settings)
+        if settings.broker_url is None:
+            embedded.ensure(settings.state_dir)
+    except AsyncworkerError as error:
+        raise ImportError(f"this worker cannot start: {error}") from error
+    import_actors(settings)
+    return broker
+
+
+def import_actors(settings: Settings) -> list[str]:
+    """Import the deployment's actors; returns the names of the modules.
+
+    Raises:
+        ImportError: When a package is not there, or a module does not import; with the whole traceback.
+    """
+    if (here := str(Path.cwd())) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    return [name for package in settings.actors for name in _import_with_submodules(package)]
+
+
+def _import_with_submodules(package: str) -> list[str]:
+    module = _import(package)
+    names = [package]
+    for found in sorted(pkgutil.walk_packages(getattr(module, "__path__", []), f"{package}."), key=lambda m: m.name):
+        _import(found.name)
+        names.append(found.name)
+    return names
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise _failed(name) from error
+        raise ImportError(
+            f"there is no module {name!r} with actors here ({Path.cwd()}); make a file {name.replace('.', '/')}.py "
+            "or a package of that name, or set ASYNCWORKER_ACTORS"
+        ) from None
+    except Exception as error:
+        raise _failed(name) from error
+
+
+def _failed(name: str) -> ImportError:
+    return ImportError(f"the actors in {name} do not import:\n{traceback.format_exc()}")

@@ -1,0 +1,179 @@
+"""Stock Playwright: chromium, firefox and webkit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+from asyncworker import processes
+from asyncworker.engines import Fault, classify_by_name, context_options
+from asyncworker.engines.driver import Driver
+from asyncworker.engines.finding import find
+from asyncworker.errors import EngineMissing, LaunchFailed
+from asyncworker.identity import Identity
+from asyncworker.settings import EngineName, Settings, child_environment
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser, BrowserContext
+
+logger = logging.getLogger("asyncworker.engine")
+
+#: The browser's own talk with its vendor: a worker's traffic is the actors' and nothing else.
+QUIET_CHROMIUM = (
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-domain-reliability",
+    "--disable-sync",
+    "--no-first-run",
+    "--no-pings",
+)
+QUIET_FIREFOX = {
+    "app.update.auto": False,
+    "browser.safebrowsing.downloads.remote.enabled": False,
+    "datareporting.policy.dataSubmissionEnabled": False,
+    "network.captive-portal-service.enabled": False,
+    "network.connectivity-service.enabled": False,
+    "toolkit.telemetry.enabled": False,
+}
+
+
+class PlaywrightBrowser:
+    """A browser that Playwright launched or connected to; it says itself when it is gone."""
+
+    def __init__(self, browser: Browser, driver: Driver, token: processes.Token | None) -> None:
+        self.browser = browser
+        self.pid: int | None = None
+        self._token = token
+        self._new_context = browser.new_context  # before the host wraps it for code that opens its own
+        self._closing = False
+        self._callback: Callable[[str], None] | None = None
+        browser.on("disconnected", lambda _: self._lost("the browser's process ended"))
+        driver.on_lost(lambda: self._lost("Playwright's driver ended"))
+
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        self._callback = callback
+        if not self.browser.is_connected():
+            self._lost("the browser's process ended")
+
+    async def new_context(self, identity: Identity) -> BrowserContext:
+        return await self._new_context(**context_options(identity))
+
+    async def close(self, timeout_ms: int) -> None:
+        self._closing = True
+        closing = asyncio.ensure_future(self.browser.close())
+        await asyncio.wait({closing}, timeout=timeout_ms / 1000)
+        if not closing.done():
+            logger.warning("the browser did not close in %d ms; killing it", timeout_ms)
+        await self.kill()
+        await asyncio.wait({closing}, timeout=1)
+        if not closing.done():
+            closing.cancel()
+        elif not closing.cancelled() and (error := closing.exception()) is not None:
+            logger.debug("the browser's close said: %s", error)
+
+    async def kill(self) -> None:
+        if self._token is not None:
+            await asyncio.to_thread(processes.kill_launch, self._token)
+
+    def _lost(self, reason: str) -> None:
+        if not self._closing and self._callback is not None:
+            callback, self._callback = self._callback, None
+            callback(reason)
+
+
+class PlaywrightEngine:
+    """Launches chromium, firefox or webkit; one driver serves all browsers of the process."""
+
+    max_contexts: int | None = None
+
+    def __init__(self, settings: Settings) -> None:
+        self.name = str(settings.engine)
+        self._settings = settings
+        self._driver: Driver | None = None
+        self._starting = asyncio.Lock()
+
+    def launch_key(self, identity: Identity) -> Hashable:
+        return identity.proxy  # locale and time zone are options of a context
+
+    async def check(self) -> str:
+        found = await asyncio.to_thread(find, self._settings)
+        if found is None:
+            raise EngineMissing(
+                f"no {self.name} on this machine; install it with "
+                f"`ASYNCWORKER_ENGINE={self.name} asyncworker doctor --install`",
+                engine=self.name,
+            )
+        return found.describe()
+
+    async def launch(self, identity: Identity) -> PlaywrightBrowser:
+        await self.check()
+        driver = await self._running_driver()
+        token = processes.new_token()
+        options = await asyncio.to_thread(self._launch_options, identity, token)
+        try:
+            browser = await getattr(driver.playwright, self.name).launch(**options)
+        except Exception as error:
+            await asyncio.to_thread(processes.kill_launch, token)
+            raise LaunchFailed(
+                f"{self.name} did not start: {_first_lines(error)}; run `asyncworker doctor`",
+                engine=self.name,
+            ) from error
+        return PlaywrightBrowser(browser, driver, token)
+
+    def classify(self, error: BaseException) -> Fault | None:
+        return classify_by_name(error)
+
+    async def close(self) -> None:
+        driver, self._driver = self._driver, None
+        if driver is not None:
+            await driver.stop(self._settings.close_timeout_ms)
+
+    async def _running_driver(self) -> Driver:
+        async with self._starting:
+            if self._driver is None or self._driver.lost:
+                self._driver = await Driver.start()
+            return self._driver
+
+    def _launch_options(self, identity: Identity, token: processes.Token) -> dict[str, Any]:
+        settings = self._settings
+        found = find(settings)
+        options: dict[str, Any] = {
+            "headless": settings.headless,
+            "args": [*self._arguments(), *settings.launch_args],
+            "env": child_environment(**{processes.VARIABLE: str(token)}),
+            "timeout": settings.launch_timeout_ms,
+            # Signals are the worker's to handle: it finishes its messages, then closes the browser.
+            "handle_sigint": False,
+            "handle_sigterm": False,
+            "handle_sighup": False,
+        }
+        if found is not None and found.executable is not None:
+            options["executable_path"] = str(found.executable)
+        if settings.channel is not None:
+            options["channel"] = settings.channel
+        if settings.proxy_parts is not None:
+            options["proxy"] = settings.proxy_parts.as_option()
+        if settings.engine is EngineName.firefox:
+            options["firefox_user_prefs"] = QUIET_FIREFOX
+        return options
+
+    def _arguments(self) -> list[str]:
+        if self._settings.engine is not EngineName.chromium:
+            return []
+        arguments = list(QUIET_CHROMIUM)
+        if os.geteuid() == 0:
+            logger.warning(
+                "running as root: chromium starts with --no-sandbox, so a hostile page that breaks out of its "
+                "renderer is root here; run the worker as another user"
+            )
+            arguments.append("--no-sandbox")
+        return arguments
+
+
+def _first_lines(error: Exception) -> str:
+    """What Playwright says first; below it come the command line and a log of some hundred lines."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2])

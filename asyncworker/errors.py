@@ -1,0 +1,150 @@
+"""Every error of asyncworker, and whose fault each is.
+
+    AsyncworkerError
+    ├── ConfigurationError        the deployment: settings, state directory, actors package
+    │   └── DeclarationError      the source code: an @actor that cannot work
+    ├── BrokerUnavailable         the store: away, refusing or full; nothing was sent
+    ├── RefusedMessage            the message: no retry can make it succeed, it is dead-lettered
+    │   ├── InvalidArguments      wrong, missing or superfluous arguments
+    │   ├── InvalidSeed           a seed that is no integer in 0 .. 2**63-1
+    │   ├── UrlRefused            not a URL, or one that this deployment does not open
+    │   └── PathRefused           a file outside the output directory
+    ├── EngineError               the browser or what launches it; retried with the same seed
+    │   ├── LaunchFailed          no browser came up in time
+    │   │   └── EngineMissing     there is nothing to launch
+    │   ├── BrowserCrashed        the browser died under the attempt
+    │   ├── PageCrashed           only this page's renderer died
+    │   ├── PhaseTimeout          a step of ours took too long (its name is in `phase`)
+    │   └── ForkedBrowser         used in a forked child of the process that launched it
+    └── SessionOver               the code kept a session beyond its attempt
+
+Playwright's own errors about a page (a timeout, a refused navigation, a missing selector) pass
+through untouched: they are the page's or the code's, not ours.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class AsyncworkerError(Exception):
+    """The root: catch it to catch everything that asyncworker itself raises.
+
+    Keyword arguments become attributes, so that a log line or a handler can read what the sentence says.
+    """
+
+    fields: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, message: str | None = None, **fields: object) -> None:
+        super().__init__(message or (self.__doc__ or type(self).__name__).strip().splitlines()[0])
+        for name in self.fields:
+            setattr(self, name, fields.pop(name, None))
+        if fields:
+            raise TypeError(f"{type(self).__name__} has no field {sorted(fields)[0]!r}")
+
+
+class ConfigurationError(AsyncworkerError):
+    """A setting cannot be used; `asyncworker settings` shows all of them.
+
+    Not raised for a setting that is merely unwise: that is a warning in the log.
+    """
+
+    fields = ("name",)
+    name: str | None
+
+
+class DeclarationError(ConfigurationError, TypeError):
+    """An @actor cannot work as it is written; raised where it is declared, never in a worker."""
+
+
+class BrokerUnavailable(AsyncworkerError):
+    """The broker did not take the message; nothing was sent. Start it, or correct ASYNCWORKER_BROKER_URL.
+
+    Not raised in a worker, which waits for its broker and goes on.
+    """
+
+    fields = ("url",)
+    url: str | None
+
+
+class RefusedMessage(AsyncworkerError):
+    """This message can never succeed; correct what sends it. It is dead-lettered at once, without retries."""
+
+
+class InvalidArguments(RefusedMessage, TypeError):
+    """The arguments of the message do not fit the actor's signature; correct what sends it."""
+
+    fields = ("actor",)
+    actor: str | None
+
+
+class InvalidSeed(RefusedMessage, ValueError):
+    """A seed is an integer from 0 to 2**63-1; correct what sends the message."""
+
+    fields = ("seed",)
+    seed: object
+
+
+class UrlRefused(RefusedMessage, ValueError):
+    """This deployment does not open that URL; see ASYNCWORKER_ALLOWED_SCHEMES and ASYNCWORKER_DENY_PRIVATE_HOSTS.
+
+    Not raised for a URL that merely fails to load: that is Playwright's own error, and is retried.
+    """
+
+    fields = ("url",)
+    url: str | None
+
+
+class PathRefused(RefusedMessage, ValueError):
+    """Files are written below ASYNCWORKER_OUTPUT_DIR only; give a relative path without `..`."""
+
+    fields = ("path",)
+    path: str | None
+
+
+class EngineError(AsyncworkerError):
+    """The browser failed, not the code: the message is retried with the same seed."""
+
+    fields: ClassVar[tuple[str, ...]] = ("engine", "generation")
+    engine: str | None
+    generation: int | None
+
+
+class LaunchFailed(EngineError):
+    """The browser did not start; run `asyncworker doctor`.
+
+    Not raised when a running browser dies: that is BrowserCrashed.
+    """
+
+
+class EngineMissing(LaunchFailed):
+    """The engine is not installed; run `asyncworker doctor --install`."""
+
+
+class BrowserCrashed(EngineError):
+    """The browser died under this attempt; it is retried with the same seed on a new one.
+
+    Not raised for a crash of another page in the same browser, nor for the death of the worker process.
+    """
+
+
+class PageCrashed(EngineError):
+    """The page's renderer died; the browser lives on. The message is retried with the same seed."""
+
+
+class PhaseTimeout(EngineError, TimeoutError):
+    """A step of the runtime took too long: `phase` names it (`browser`, `context`, `page` or `close`).
+
+    Not raised for the actor's own code: that is Dramatiq's TimeLimitExceeded or Playwright's TimeoutError.
+    """
+
+    fields = ("phase", "engine", "generation")
+    phase: str | None
+
+
+class ForkedBrowser(EngineError):
+    """A browser cannot be used in a fork of the process that launched it: launch after the fork, or use spawn."""
+
+
+class SessionOver(AsyncworkerError):
+    """This session's attempt has ended and its context is closed; return values instead of keeping the session."""

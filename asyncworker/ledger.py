@@ -1,0 +1,151 @@
+"""The account of attempts: a row is opened before an attempt and closed with its outcome; memory and Redis.
+
+It also holds what each worker process has launched, opened and closed, so that anyone with the store can see
+whether a worker that is gone had closed all that it opened.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any, Protocol
+
+#: A message's rows and a worker's counts are kept this long after their last change.
+KEPT_MS = 24 * 3_600_000
+
+
+class Outcome(StrEnum):
+    """How an attempt ended. `running` is a row that is still open."""
+
+    running = "running"
+    succeeded = "succeeded"
+    failed = "failed"
+    crashed = "crashed"  # the browser died under the attempt
+    timed_out = "timed_out"
+    interrupted = "interrupted"  # by the worker's shutdown
+    rejected = "rejected"  # no retry can help, or none is left
+
+
+@dataclass(frozen=True)
+class Row:
+    """One attempt of one message. Times are UNIX milliseconds."""
+
+    message_id: str
+    attempt: int
+    actor: str
+    seed: int | None
+    worker: str
+    opened_ms: int
+    closed_ms: int | None = None
+    outcome: Outcome = Outcome.running
+    generation: int | None = None
+    error: str | None = None
+
+    @property
+    def took_ms(self) -> int | None:
+        """Duration in ms; None while it runs."""
+        return None if self.closed_ms is None else self.closed_ms - self.opened_ms
+
+
+class Ledger(Protocol):
+    """What both ledgers do."""
+
+    def open(self, row: Row) -> Row:
+        """Append a row; the returned one has its attempt number, counted from 1 within its message."""
+
+    def close(self, row: Row) -> None:
+        """Replace the open row of the same message and attempt."""
+
+    def rows(self, message_id: str) -> list[Row]:
+        """The rows of one message, first attempt first; empty when none is known."""
+
+    def count(self, worker: str, counts: Mapping[str, int]) -> None:
+        """Store a worker process's counts in place of its earlier ones."""
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """The last known counts of every worker process."""
+
+
+class MemoryLedger:
+    """A ledger that ends with its process: for tests."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rows: defaultdict[str, list[Row]] = defaultdict(list)
+        self._counts: dict[str, dict[str, int]] = {}
+
+    def open(self, row: Row) -> Row:
+        with self._lock:
+            opened = replace(row, attempt=len(self._rows[row.message_id]) + 1)
+            self._rows[row.message_id].append(opened)
+            return opened
+
+    def close(self, row: Row) -> None:
+        with self._lock:
+            self._rows[row.message_id][row.attempt - 1] = row
+
+    def rows(self, message_id: str) -> list[Row]:
+        with self._lock:
+            return list(self._rows.get(message_id, ()))
+
+    def count(self, worker: str, counts: Mapping[str, int]) -> None:
+        with self._lock:
+            self._counts[worker] = dict(counts)
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        with self._lock:
+            return {worker: dict(counts) for worker, counts in self._counts.items()}
+
+
+class RedisLedger:
+    """A ledger in the broker's store.
+
+    Keys: a list `<namespace>:attempts:<message_id>` of JSON rows, and a hash `<namespace>:workers`.
+    """
+
+    def __init__(self, client: Any, *, namespace: str = "asyncworker") -> None:
+        self._client = client
+        self._namespace = namespace
+
+    def open(self, row: Row) -> Row:
+        key = self._key(row.message_id)
+        # The number of a row is its place in the list, so pushing it is what numbers it.
+        with self._client.pipeline() as pipe:
+            pipe.rpush(key, _written(row))
+            pipe.pexpire(key, KEPT_MS)
+            number, _ = pipe.execute()
+        return replace(row, attempt=int(number))
+
+    def close(self, row: Row) -> None:
+        self._client.lset(self._key(row.message_id), row.attempt - 1, _written(row))
+
+    def rows(self, message_id: str) -> list[Row]:
+        texts = self._client.lrange(self._key(message_id), 0, -1)
+        return [replace(_read(text), attempt=number) for number, text in enumerate(texts, start=1)]
+
+    def count(self, worker: str, counts: Mapping[str, int]) -> None:
+        key = f"{self._namespace}:workers"
+        with self._client.pipeline() as pipe:
+            pipe.hset(key, worker, json.dumps(dict(counts)))
+            pipe.pexpire(key, KEPT_MS)
+            pipe.execute()
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        stored = self._client.hgetall(f"{self._namespace}:workers")
+        return {worker.decode(): json.loads(counts) for worker, counts in stored.items()}
+
+    def _key(self, message_id: str) -> str:
+        return f"{self._namespace}:attempts:{message_id}"
+
+
+def _written(row: Row) -> str:
+    return json.dumps(asdict(row))
+
+
+def _read(text: bytes | str) -> Row:
+    fields = json.loads(text)
+    return Row(**(fields | {"outcome": Outcome(fields["outcome"])}))

@@ -1,0 +1,358 @@
+"""What fires when: boot, shutdown, attempts.
+
+Hooks record facts; whatever may fail runs in the actor's own call stack, since Dramatiq logs an exception of a
+hook and runs the actor anyway. Derive from `Middleware` and add it with `get_broker().add_middleware(...)` to
+have what Celery's signals give:
+
+    ========================  ==========================================================================
+    Celery's signal           hook
+    ========================  ==========================================================================
+    worker_process_init       after_process_boot(broker)
+    worker_ready              after_worker_boot(broker, worker)
+    before_task_publish       before_enqueue(broker, message, delay)
+    after_task_publish        after_enqueue(broker, message, delay)
+    task_received             after_receive_message(broker, message)
+    task_prerun               before_process_message(broker, message)
+    task_postrun              after_process_message(broker, message, result=..., exception=...)
+    task_success              after_process_message with exception None
+    task_failure              after_process_message with an exception; after_nack when no retry is left
+    task_retry                after_retry_message(broker, message, exception=...)
+    task_revoked              after_skip_message(broker, message)
+    worker_shutting_down      before_worker_shutdown(broker, worker)
+    worker_process_shutdown   after_worker_shutdown(broker, worker)
+    ========================  ==========================================================================
+
+All are Dramatiq's own but `after_receive_message` and `after_retry_message`, which Dramatiq lacks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import redis
+from dramatiq import Broker, MessageProxy, Worker
+from dramatiq.asyncio import set_event_loop_thread
+from dramatiq.common import q_name
+from dramatiq.middleware import Middleware as DramatiqMiddleware
+from dramatiq.middleware import Retries as DramatiqRetries
+from dramatiq.middleware import Shutdown, TimeLimitExceeded
+
+from asyncworker import processes
+from asyncworker.engines import Engine
+from asyncworker.errors import AsyncworkerError, BrowserCrashed, EngineError, RefusedMessage
+from asyncworker.ledger import Ledger, Outcome, Row
+from asyncworker.loop import LoopThread
+from asyncworker.runtime import Attempt, Runtime, current_attempt, set_runtime
+from asyncworker.settings import DEFAULT_SLOTS, Settings
+
+logger = logging.getLogger("asyncworker.worker")
+
+#: The option of an actor that receives a session; `@actor` sets it.
+SESSION_OPTION = "session"
+
+#: The option that says whose seed a message without one gets: `deployment` or `message`.
+IDENTITY_OPTION = "identity"
+
+#: How long the boot may ask for the engine before it goes on.
+CHECK_TIMEOUT_MS = 10_000
+
+
+class Middleware(DramatiqMiddleware):
+    """Dramatiq's middleware with the two hooks that it lacks beside Celery's signals."""
+
+    def after_receive_message(self, broker: Broker, message: MessageProxy) -> None:
+        """Called when this worker has taken a message from its queue, before it waits for a thread."""
+
+    def after_retry_message(self, broker: Broker, message: MessageProxy, *, exception: BaseException) -> None:
+        """Called after a failed message was enqueued again; its option `retries` counts from 1."""
+
+
+def emit_receive(broker: Broker, message: MessageProxy) -> None:
+    """Call every middleware's `after_receive_message`, as Dramatiq calls its own hooks."""
+    _emit(broker, "after_receive_message", message)
+
+
+def _emit(broker: Broker, hook: str, message: MessageProxy, **facts: Any) -> None:
+    for middleware in reversed(broker.middleware):
+        if isinstance(middleware, Middleware):
+            try:
+                getattr(middleware, hook)(broker, message, **facts)
+            except Exception:
+                logger.critical("unexpected failure in %s of %r", hook, middleware, exc_info=True)
+
+
+class Retries(DramatiqRetries):
+    """Dramatiq's retries, but a message that can never succeed is dead-lettered at once."""
+
+    def after_process_message(
+        self,
+        broker: Broker,
+        message: MessageProxy,
+        *,
+        result: Any = None,
+        exception: BaseException | None = None,
+    ) -> None:
+        if isinstance(exception, RefusedMessage):
+            logger.error("message %s is dead-lettered: %s", message.message_id, exception)
+            message.fail()
+            return
+        super().after_process_message(broker, message, result=result, exception=exception)
+        if exception is not None and not message.failed:
+            _emit(broker, "after_retry_message", message, exception=exception)
+
+
+@dataclass
+class _Running:
+    """What a worker thread is at."""
+
+    row: Row
+    #: False when the ledger's store did not take the row.
+    recorded: bool
+
+
+class BrowserMiddleware(Middleware):
+    """The browser of a worker process, and the account of its attempts.
+
+    Parameters:
+        settings: The deployment's settings.
+        ledger: Where attempts are recorded.
+        draw_seed: Gives the deployment's seed, drawing it when it is the first to ask; may block.
+        engine: What launches browsers; None: the one that the settings name.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        ledger: Ledger,
+        draw_seed: Callable[[], int],
+        engine: Engine | None = None,
+    ) -> None:
+        self.settings = settings
+        self.ledger = ledger
+        self.worker_id = ""
+        self._draw_seed = draw_seed
+        self._engine = engine
+        self._seed = settings.seed
+        self._loop: LoopThread | None = None
+        self._runtime: Runtime | None = None
+        self._thread = threading.local()
+        self._generations: dict[str, int] = {}
+
+    @property
+    def actor_options(self) -> set[str]:
+        return {SESSION_OPTION, IDENTITY_OPTION}
+
+    @property
+    def runtime(self) -> Runtime:
+        """The worker's runtime.
+
+        Raises:
+            RuntimeError: Outside a worker.
+        """
+        if self._runtime is None:
+            raise RuntimeError(
+                "an actor runs in a worker: send() it a message and start `dramatiq asyncworker.actors`, or await "
+                "its function `.fn_async(session, ...)` within open_session()"
+            )
+        return self._runtime
+
+    def deployment_seed(self) -> int:
+        """The seed of messages that name none. May ask the store, once."""
+        if self._seed is None:
+            self._seed = self._draw_seed()
+        return self._seed
+
+    # --- boot and shutdown
+
+    def before_worker_boot(self, broker: Broker, worker: Worker) -> None:
+        self.worker_id = f"{socket.gethostname()}:{os.getpid()}"
+        self._loop = LoopThread(cleanup_timeout_ms=self.settings.cleanup_timeout_ms)
+        self._loop.start()
+        set_event_loop_thread(self._loop)  # type: ignore[arg-type]  # Dramatiq's interface, not its class
+        self._runtime = Runtime(self.settings, engine=self._engine)
+        self._runtime.on_session = self._session_began
+        self._runtime.default_seed = self.deployment_seed
+        set_runtime(self._runtime, self._loop.loop)
+        threading.Thread(target=self._sweep, name="asyncworker-sweep", daemon=True).start()
+        slots = self._trim(broker, worker)
+        if slots is not None:
+            self._runtime.limit(slots)
+            self._check_engine()
+        worker.queue_prefetch = worker.worker_threads  # no message waits here while another worker is idle
+
+    def after_worker_boot(self, broker: Broker, worker: Worker) -> None:
+        if self.settings.warm and _serves_sessions(broker, worker):
+            threading.Thread(target=self._warm, name="asyncworker-warm", daemon=True).start()
+
+    def after_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
+        loop, runtime = self._loop, self._runtime
+        if loop is None or runtime is None:
+            return
+        try:
+            loop.drain(timeout_ms=self.settings.stop_timeout_ms)
+            # A launch may have to end first; then each browser and the driver are closed within their bounds.
+            limit_ms = self.settings.launch_timeout_ms + 3 * self.settings.close_timeout_ms
+            loop.call(runtime.close(), timeout_ms=limit_ms)
+        except TimeoutError:
+            logger.error("the browsers did not close in time; killing them")
+        finally:
+            mine = processes.new_token()
+            processes.kill(lambda token: (token.pid, token.born) == (mine.pid, mine.born))
+            self._record_counts(runtime)
+            set_runtime(None)
+            set_event_loop_thread(None)
+            loop.stop()
+            self._loop = self._runtime = None
+
+    def _trim(self, broker: Broker, worker: Worker) -> int | None:
+        """Fit the worker's threads to the contexts it may have; None when it serves no actor with a session."""
+        if not _serves_sessions(broker, worker):
+            return None
+        slots = min(worker.worker_threads, self.settings.slots or DEFAULT_SLOTS)
+        most = self.runtime.engine.max_contexts
+        reason = "ASYNCWORKER_SLOTS"
+        if most is not None and most < slots:
+            slots, reason = most, f"a browser of the engine {self.runtime.engine.name} serves no more at once"
+        if slots < worker.worker_threads:
+            logger.warning(
+                "%d threads trimmed to %d slots (%s): concurrency is the request rate",
+                worker.worker_threads,
+                slots,
+                reason,
+            )
+            worker.worker_threads = slots
+        return slots
+
+    def _check_engine(self) -> None:
+        if self._loop is None:
+            return
+        try:
+            found = self._loop.call(self.runtime.engine.check(), timeout_ms=CHECK_TIMEOUT_MS)
+            logger.info("engine: %s", found)
+        except EngineError as error:
+            logger.critical("this worker has no browser: %s", error)
+        except TimeoutError:
+            logger.error("the engine %s did not say in time whether it is there", self.runtime.engine.name)
+
+    def _warm(self) -> None:
+        loop, runtime = self._loop, self._runtime
+        if loop is None or runtime is None:
+            return
+        try:
+            identity = runtime.identity(self.deployment_seed())
+            loop.call(runtime.host.warm(identity), timeout_ms=self.settings.browser_wait_ms + 5_000)
+        except (AsyncworkerError, TimeoutError) as error:
+            logger.error("the browser could not be launched at boot: %s", error)
+
+    def _sweep(self) -> None:
+        if killed := processes.sweep():
+            logger.warning("killed %d processes that dead workers left behind", killed)
+
+    # --- attempts
+
+    def before_process_message(self, broker: Broker, message: MessageProxy) -> None:
+        actor = broker.get_actor(message.actor_name)
+        seed = message.kwargs.get("seed")
+        if seed is None and actor.options.get(SESSION_OPTION):
+            # Sent by a producer that knows nothing of seeds: written into the message, so that retries keep it.
+            seed = message.kwargs["seed"] = self.deployment_seed()
+        limit_ms = message.options.get("time_limit") or actor.options.get("time_limit", self.settings.time_limit_ms)
+        row = Row(
+            message_id=message.message_id,
+            attempt=message.options.get("retries", 0) + 1,
+            actor=message.actor_name,
+            seed=seed if isinstance(seed, int) else None,
+            worker=self.worker_id,
+            opened_ms=_now_ms(),
+        )
+        running = self._thread.running = _Running(row, recorded=False)
+        current_attempt.set(_attempt(row, limit_ms))
+        running.row, running.recorded = self.ledger.open(row), True
+        current_attempt.set(_attempt(running.row, limit_ms))
+
+    def after_process_message(
+        self,
+        broker: Broker,
+        message: MessageProxy,
+        *,
+        result: Any = None,
+        exception: BaseException | None = None,
+    ) -> None:
+        self._close_row(_outcome(exception), exception)
+
+    def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:
+        self._close_row(Outcome.rejected, None)
+
+    def _close_row(self, outcome: Outcome, exception: BaseException | None) -> None:
+        current_attempt.set(None)
+        running: _Running | None = getattr(self._thread, "running", None)
+        self._thread.running = None
+        if running is None:  # skipped before its attempt began
+            return
+        generation = self._generations.pop(running.row.message_id, None)
+        error = f"{type(exception).__name__}: {exception}"[:500] if exception is not None else None
+        row = replace(running.row, closed_ms=_now_ms(), outcome=outcome, generation=generation, error=error)
+        logger.info(
+            "message_id=%s actor=%s attempt=%d seed=%s browser=%s outcome=%s ms=%s",
+            row.message_id,
+            row.actor,
+            row.attempt,
+            row.seed,
+            generation,
+            outcome,
+            row.took_ms,
+        )
+        if running.recorded:
+            self.ledger.close(row)
+        if self._runtime is not None:
+            self._record_counts(self._runtime)
+
+    def _session_began(self, attempt: Attempt, generation: int) -> None:
+        if attempt.message_id is not None:
+            self._generations[attempt.message_id] = generation
+
+    def _record_counts(self, runtime: Runtime) -> None:
+        if runtime.host.counts:
+            try:
+                self.ledger.count(self.worker_id, runtime.host.counts)
+            except redis.RedisError as error:
+                logger.warning("the counts of this worker could not be stored: %s", error)
+
+
+def _attempt(row: Row, limit_ms: float) -> Attempt:
+    deadline = None if limit_ms == float("inf") else time.monotonic() + limit_ms / 1000
+    return Attempt(row.seed, row.message_id, row.actor, row.attempt, deadline)
+
+
+def _outcome(exception: BaseException | None) -> Outcome:
+    match exception:
+        case None:
+            return Outcome.succeeded
+        case TimeLimitExceeded():
+            return Outcome.timed_out
+        case Shutdown():
+            return Outcome.interrupted
+        case BrowserCrashed():
+            return Outcome.crashed
+        case RefusedMessage():
+            return Outcome.rejected
+    return Outcome.failed
+
+
+def _serves_sessions(broker: Broker, worker: Worker) -> bool:
+    """True when one of the worker's queues belongs to an actor that receives a session."""
+    queues = {actor.queue_name for actor in broker.actors.values() if actor.options.get(SESSION_OPTION)}
+    wanted = {q_name(queue) for queue in worker.consumer_whitelist or ()}
+    return bool(queues & wanted if wanted else queues)
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)

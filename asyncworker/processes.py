@@ -1,0 +1,169 @@
+"""Whose process is this? Find, kill and reap by token; never by name.
+
+Every driver and browser is started with a token in its environment. The token says which process launched it
+and when that process was born, so that anyone on the host, also the next worker, can tell what is left over
+from a dead one. A browser's helpers may overwrite their own environment (Chromium's zygotes do), so a token
+stands for the whole session (setsid) of the process that carries it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import psutil
+
+#: The variable that carries the token. It does not start with ASYNCWORKER_: it is no setting.
+VARIABLE = "_ASYNCWORKER_TOKEN"
+
+
+@dataclass(frozen=True)
+class Token:
+    """Who launched a process: written into its environment as text.
+
+    `pid` counts only within `namespace`: the same number is another process in another container.
+    """
+
+    namespace: str
+    pid: int
+    born: int
+    launch: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}.{self.pid}.{self.born}.{self.launch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Token | None:
+        """The token in `text`; None when it is none of ours."""
+        match text.split("."):
+            case [namespace, pid, born, launch] if pid.isdigit() and born.isdigit():
+                return cls(namespace, int(pid), int(born), launch)
+        return None
+
+    def owner_is_gone(self) -> bool:
+        """True when the process that launched this one is known to be dead.
+
+        False when it lives, and when it cannot be known from here (another namespace).
+        """
+        if self.namespace != _namespace():
+            return False
+        try:
+            owner = psutil.Process(self.pid)
+            return _born(owner) != self.born or not _lives(owner)
+        except psutil.NoSuchProcess:
+            return True
+
+
+def new_token() -> Token:
+    """A token for one launch by this process."""
+    me = psutil.Process()
+    return Token(_namespace(), me.pid, _born(me), secrets.token_hex(8))
+
+
+def carriers(wanted: Callable[[Token], bool]) -> list[psutil.Process]:
+    """All live processes that stand under a wanted token: carriers, and whoever shares their session."""
+    mine = os.getsid(0)
+    found: dict[int, psutil.Process] = {}
+    sessions: set[int] = set()
+    others: list[tuple[int, psutil.Process]] = []
+    for process, token in _processes():
+        session = _session_of(process.pid)
+        if token is not None and wanted(token):
+            found[process.pid] = process
+            sessions.add(session)
+        else:
+            others.append((session, process))
+    sessions -= {mine, -1}
+    found.update({process.pid: process for session, process in others if session in sessions})
+    found.pop(os.getpid(), None)
+    return list(found.values())
+
+
+def kill(wanted: Callable[[Token], bool], *, timeout_ms: int = 5_000) -> int:
+    """SIGKILL every process under a wanted token and wait until it is gone. Blocks: call it in a thread.
+
+    Returns:
+        How many processes were killed. Looks again after each round, since a dying tree may still fork.
+    """
+    deadline = time.monotonic() + timeout_ms / 1000
+    killed: set[int] = set()
+    while living := [process for process in carriers(wanted) if _lives(process)]:
+        for process in living:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+            killed.add(process.pid)
+        psutil.wait_procs(living, timeout=0.2)
+        if time.monotonic() >= deadline:
+            break
+    return len(killed)
+
+
+def kill_launch(token: Token, *, timeout_ms: int = 5_000) -> int:
+    """Kill what was started with exactly this token. Blocks: call it in a thread."""
+    return kill(lambda other: other == token, timeout_ms=timeout_ms)
+
+
+def sweep(*, timeout_ms: int = 5_000) -> int:
+    """Kill the drivers and browsers whose worker process is dead. Blocks: call it in a thread."""
+    return kill(Token.owner_is_gone, timeout_ms=timeout_ms)
+
+
+def lives(pid: int) -> bool:
+    """True when a process of that number is alive; a zombie is not."""
+    try:
+        return _lives(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _processes() -> Iterator[tuple[psutil.Process, Token | None]]:
+    for process in psutil.process_iter():
+        try:
+            text = process.environ().get(VARIABLE)
+        except (psutil.Error, OSError):
+            text = None
+        yield process, Token.parse(text) if text else None
+
+
+def _session_of(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return -1
+
+
+def _lives(process: psutil.Process) -> bool:
+    """A zombie does not live: it waits for its parent and can be killed no more."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _born(process: psutil.Process) -> int:
+    """When a process started, in a unit that a step of the wall clock does not change."""
+    try:
+        # Field 22, in clock ticks since boot; the name in field 2 may itself hold spaces and parentheses.
+        return int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError):
+        return round(process.create_time() * 1000)
+
+
+@cache
+def _namespace_of(pid: int) -> str:
+    try:
+        link = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:  # no such thing outside Linux
+        return "host"
+    return "".join(character for character in link if character.isdigit()) or "host"
+
+
+def _namespace() -> str:
+    return _namespace_of(os.getpid())

@@ -1,0 +1,343 @@
+"""Runtime and Session: one attempt composed, for every edge.
+
+`Runtime.session` is the one way to a context: `@actor` and `open_session` are both this context manager.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import AsyncIterator, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from asyncworker import engines
+from asyncworker import identity as identities
+from asyncworker.browser import BrowserHost, Clock, Lease, LoopClock, crashed, shielded
+from asyncworker.engines import Engine, Fault
+from asyncworker.errors import BrowserCrashed, EngineError, PageCrashed, RefusedMessage, SessionOver
+from asyncworker.identity import Identity
+from asyncworker.settings import Settings, load
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser, BrowserContext, Page
+
+logger = logging.getLogger("asyncworker")
+
+#: When the browser or the page is gone, a call in flight says so itself within milliseconds; code that waits
+#: for something else is cancelled after this.
+FAULT_GRACE_S = 0.25
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One execution of a message.
+
+    Attributes:
+        seed: The message's seed; None: the deployment's.
+        number: Counted from 1 over all executions of the message, by the ledger.
+        deadline: The loop's time at which the time limit passes; None: there is none.
+    """
+
+    seed: int | None = None
+    message_id: str | None = None
+    actor: str | None = None
+    number: int = 1
+    deadline: float | None = None
+
+
+#: The attempt that the running worker thread, and the code that it started on the loop, is at.
+current_attempt: ContextVar[Attempt | None] = ContextVar("asyncworker_attempt", default=None)
+
+
+class Session:
+    """What an actor receives for one attempt, as a bound Celery task receives `self`.
+
+    Attributes:
+        seed: The seed of the message: the same on every attempt.
+        identity: What a site sees as one visitor, derived from the seed.
+        attempt: Which execution of which message this is.
+        settings: The worker's settings.
+        log: A logger whose lines carry message, actor, attempt, seed and browser.
+    """
+
+    def __init__(self, lease: Lease, attempt: Attempt, identity: Identity, settings: Settings) -> None:
+        self.attempt = attempt
+        self.identity = identity
+        self.seed = identity.seed
+        self.settings = settings
+        self.log = logging.LoggerAdapter(logger, _facts(attempt, self.seed, lease))
+        self._lease = lease
+        self._over = False
+        self._random: random.Random | None = None
+
+    @property
+    def page(self) -> Page:
+        """The page, already open."""
+        return self._open_lease().page
+
+    @property
+    def context(self) -> BrowserContext:
+        """The fresh context of this attempt."""
+        return self._open_lease().context
+
+    @property
+    def browser(self) -> Browser:
+        """The browser, shared with other attempts; contexts opened on it here are closed with this session."""
+        return self._open_lease().browser
+
+    @property
+    def generation(self) -> int:
+        """Which launch of this worker process the browser is, counted from 1."""
+        return self._lease.generation.number
+
+    @property
+    def random(self) -> random.Random:
+        """Pseudo-random numbers derived from the seed: each attempt draws the same ones."""
+        if self._random is None:
+            self._random = identities.stream(self.seed, "session")
+        return self._random
+
+    def _open_lease(self) -> Lease:
+        if self._over:
+            raise SessionOver(
+                f"the session of {_subject(self.attempt)} is over and its context is closed; return values "
+                "instead of keeping the session"
+            )
+        return self._lease
+
+    def __repr__(self) -> str:
+        return f"<Session of {_subject(self.attempt)}, seed {self.seed}, browser {self.generation}>"
+
+
+class Runtime:
+    """The browser host with its engine, and the sessions on it; lives on one loop.
+
+    Parameters:
+        settings: The deployment's settings.
+        engine: What launches browsers; None: the one that the settings name.
+        clock: Time for the host's back-off; a test's own takes none.
+    """
+
+    def __init__(self, settings: Settings, *, engine: Engine | None = None, clock: Clock | None = None) -> None:
+        self.settings = settings
+        self.engine = engine or engines.create(settings)
+        self.host = BrowserHost(self.engine, settings, clock=clock or LoopClock())
+        self._slots: contextlib.AbstractAsyncContextManager[object] = contextlib.nullcontext()
+        #: Called with the attempt and the browser's generation whenever a session begins.
+        self.on_session: Callable[[Attempt, int], None] = lambda attempt, generation: None
+        #: Gives the deployment's seed; may ask the store, so it is called in a thread.
+        self.default_seed: Callable[[], int] = lambda: _drawn_once(settings.seed)
+
+    def limit(self, slots: int) -> None:
+        """Have at most `slots` sessions at once; others wait for one to end."""
+        self._slots = asyncio.Semaphore(slots)
+
+    def identity(self, seed: int) -> Identity:
+        """The identity of a seed in this deployment."""
+        settings = self.settings
+        return Identity(
+            seed=seed,
+            locale=settings.locale,
+            timezone=settings.timezone,
+            proxy=settings.proxy.value if settings.proxy else None,
+            pins=settings.pins,
+        )
+
+    @contextlib.asynccontextmanager
+    async def session(self, attempt: Attempt) -> AsyncIterator[Session]:
+        """Lend a fresh context and its page for one attempt.
+
+        Raises:
+            BrowserCrashed: When the browser died meanwhile, whatever the code was waiting for.
+            PageCrashed: When only the page's renderer died.
+            LaunchFailed, PhaseTimeout, ForkedBrowser: When no context could be lent.
+        """
+        seed = await asyncio.to_thread(self.default_seed) if attempt.seed is None else attempt.seed
+        identity = self.identity(seed)
+        async with self._slots, self.host.context(identity) as lease:
+            self.on_session(attempt, lease.generation.number)
+            self._limit_waits(lease, attempt)
+            session = Session(lease, attempt, identity, self.settings)
+            try:
+                async with self._watched(lease):
+                    yield session
+            finally:
+                session._over = True
+
+    async def close(self) -> None:
+        """Close all browsers and the driver, each within its bound."""
+        await self.host.close()
+
+    def _limit_waits(self, lease: Lease, attempt: Attempt) -> None:
+        """Playwright's own time limits never exceed what is left of the message's."""
+        limit = float(self.settings.page_timeout_ms)
+        if attempt.deadline is not None:
+            left = (attempt.deadline - asyncio.get_running_loop().time()) * 1000
+            limit = max(1.0, min(limit, left))
+        lease.context.set_default_timeout(limit)
+        lease.context.set_default_navigation_timeout(limit)
+
+    @contextlib.asynccontextmanager
+    async def _watched(self, lease: Lease) -> AsyncIterator[None]:
+        """Run the code; when its browser or page dies, end it and say so."""
+        watch = _Watch(self.engine, lease)
+        watch.begin()
+        try:
+            yield
+        except asyncio.CancelledError:
+            fault = watch.end()
+            if fault is None or not watch.cancelled_by_us():
+                raise
+            raise fault from None
+        except RefusedMessage:
+            watch.end()
+            raise
+        except Exception as error:
+            fault = watch.end() or await watch.named(error)
+            if fault is None:
+                raise
+            raise fault from error
+        else:
+            watch.end()
+
+
+class _Watch:
+    """Notices the death of a session's browser or page and cancels the code that waits on something else."""
+
+    def __init__(self, engine: Engine, lease: Lease) -> None:
+        self._engine = engine
+        self._lease = lease
+        self._fault: EngineError | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._cancelling = 0
+        self._cancelled = False
+        self._ended = False
+
+    def begin(self) -> None:
+        self._task = asyncio.current_task()
+        self._cancelling = self._task.cancelling() if self._task else 0
+        self._lease.generation.watchers.append(self._browser_lost)
+        self._lease.page.on("crash", self._page_crashed)
+        if self._lease.generation.lost is not None:
+            self._browser_lost(self._lease.generation.lost)
+
+    def end(self) -> EngineError | None:
+        """Stop watching; returns what was noticed."""
+        if not self._ended:
+            self._ended = True
+            self._lease.generation.watchers.remove(self._browser_lost)
+            self._lease.page.remove_listener("crash", self._page_crashed)
+        if self._timer is not None:
+            self._timer.cancel()
+        return self._fault
+
+    def cancelled_by_us(self) -> bool:
+        """True when the cancellation in flight is this watch's and no one else's."""
+        if not self._cancelled or self._task is None:
+            return False
+        return self._task.uncancel() <= self._cancelling
+
+    async def named(self, error: Exception) -> EngineError | None:
+        """What `error` says about the browser; its death may be announced a moment after the call failed."""
+        fault = self._engine.classify(error)
+        generation = self._lease.generation
+        if fault is Fault.page_crashed:
+            return self._page_error()
+        if fault is Fault.gone:
+            deadline = asyncio.get_running_loop().time() + FAULT_GRACE_S
+            while generation.lost is None and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110 -- bounded
+                await asyncio.sleep(0.01)
+        return crashed(self._engine.name, generation) if generation.lost is not None else None
+
+    def _browser_lost(self, reason: str) -> None:
+        self._notice(crashed(self._engine.name, self._lease.generation))
+
+    def _page_crashed(self, _: object) -> None:
+        self._notice(self._page_error())
+
+    def _page_error(self) -> PageCrashed:
+        number = self._lease.generation.number
+        return PageCrashed(
+            f"the page's renderer died in browser {number} ({self._engine.name}); the message is retried with the "
+            "same seed",
+            engine=self._engine.name,
+            generation=number,
+        )
+
+    def _notice(self, fault: EngineError) -> None:
+        if isinstance(self._fault, BrowserCrashed):
+            return
+        self._fault = fault
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(FAULT_GRACE_S, self._cancel)
+
+    def _cancel(self) -> None:
+        if self._task is not None and not self._ended:
+            self._cancelled = True
+            self._task.cancel()
+
+
+#: The worker's runtime and the loop that it lives on, set at its boot.
+_worker_runtime: tuple[Runtime, asyncio.AbstractEventLoop] | None = None
+
+
+def set_runtime(runtime: Runtime | None, loop: asyncio.AbstractEventLoop | None = None) -> None:
+    """Make `runtime` the one that `open_session` uses on `loop`; None: none."""
+    global _worker_runtime
+    _worker_runtime = (runtime, loop) if runtime is not None and loop is not None else None
+
+
+@contextlib.asynccontextmanager
+async def open_session(*, seed: int | None = None) -> AsyncIterator[Session]:
+    """A session for a plain `@dramatiq.actor`, or for a script.
+
+    In a worker it lends a context of the worker's browser. Anywhere else it launches a browser as the settings
+    say, for this session alone, and closes it: the way to replay one message in a debugger.
+
+    Parameters:
+        seed: From 0 to 2**63-1; None: the running message's seed, else the deployment's.
+
+    Raises:
+        InvalidSeed: For anything else.
+        EngineError: When no context could be lent, or the browser died.
+    """
+    if seed is not None:
+        identities.checked_seed(seed)
+    running = current_attempt.get() or Attempt()
+    attempt = running if seed is None else replace(running, seed=seed)
+    if _worker_runtime is not None and _worker_runtime[1] is asyncio.get_running_loop():
+        async with _worker_runtime[0].session(attempt) as session:
+            yield session
+        return
+    runtime = Runtime(load())
+    try:
+        async with runtime.session(attempt) as session:
+            yield session
+    finally:
+        await shielded(runtime.close())
+
+
+@cache
+def _drawn_once(seed: int | None) -> int:
+    """Without a store, a process draws its deployment's seed itself."""
+    return identities.new_seed() if seed is None else seed
+
+
+def _subject(attempt: Attempt) -> str:
+    return f"message {attempt.message_id} ({attempt.actor})" if attempt.message_id else "open_session()"
+
+
+def _facts(attempt: Attempt, seed: int, lease: Lease) -> dict[str, object]:
+    return {
+        "message_id": attempt.message_id,
+        "actor": attempt.actor,
+        "attempt": attempt.number,
+        "seed": seed,
+        "browser": lease.generation.number,
+    }

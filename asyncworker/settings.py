@@ -1,0 +1,433 @@
+"""Settings from ASYNCWORKER_*: what a deployment may decide, with its default and its meaning.
+
+This module is the only reader of the environment. Every duration is in milliseconds. A name that starts
+with ASYNCWORKER_ and is no setting is an error: a misspelt setting that is silently ignored is found at
+three in the morning.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import CoreSchema, core_schema
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from asyncworker.errors import ConfigurationError
+from asyncworker.identity import MAX_SEED
+
+PREFIX = "ASYNCWORKER_"
+
+#: Contexts at once in one process, unless set: more than this measured no throughput on two cores, only
+#: latency and memory.
+DEFAULT_SLOTS = 4
+
+
+class EngineName(StrEnum):
+    """What launches or connects a browser."""
+
+    invisible = "invisible"
+    chromium = "chromium"
+    firefox = "firefox"
+    webkit = "webkit"
+    remote = "remote"
+
+
+def _taken_apart(url: str) -> SplitResult:
+    """urlsplit, without its own errors: they quote what they stumble over, which may be the password."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        raise ValueError("that is no URL: its host or port cannot be read") from None
+    return parts
+
+
+class SecretUrl:
+    """A URL whose password, and whose query (a token, mostly), is shown by nothing but `.value`.
+
+    `str()` and `repr()` give it with `***` in their place, so that no log line can leak it.
+    """
+
+    def __init__(self, value: str) -> None:
+        self.value = value
+
+    @property
+    def masked(self) -> str:
+        try:
+            parts = _taken_apart(self.value)
+        except ValueError:
+            return "***"
+        text = self.value
+        if parts.password is not None:
+            host = parts.netloc.rpartition("@")[2]
+            text = text.replace(parts.netloc, f"{parts.username or ''}:***@{host}", 1)
+        address, mark, query = text.partition("?")
+        return address + mark + re.sub("=[^&]*", "=***", query)
+
+    def __str__(self) -> str:
+        return self.masked
+
+    def __repr__(self) -> str:
+        return f"SecretUrl({self.masked!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SecretUrl) and other.value == self.value
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from_text = core_schema.no_info_after_validator_function(cls, core_schema.str_schema())
+        return core_schema.union_schema([core_schema.is_instance_schema(cls), from_text])
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """A proxy in the parts that Playwright takes: `server` without credentials, then these."""
+
+    server: str
+    username: str | None = None
+    password: str | None = None
+
+    def __repr__(self) -> str:
+        who = f"{self.username}:***@" if self.username else ""
+        scheme, _, address = self.server.partition("://")
+        return f"Proxy({scheme}://{who}{address})"
+
+    def as_option(self) -> dict[str, str]:
+        """As the `proxy` option of Playwright and invisible_playwright."""
+        option = {"server": self.server}
+        if self.username is not None:
+            option |= {"username": self.username, "password": self.password or ""}
+        return option
+
+    @classmethod
+    def parse(cls, url: str) -> Proxy:
+        """Take a proxy URL apart.
+
+        Raises:
+            ValueError: When the scheme is not http, https, socks4 or socks5, or host or port are missing.
+        """
+        parts = _taken_apart(url)
+        if parts.scheme not in {"http", "https", "socks4", "socks5"}:
+            raise ValueError(f"a proxy URL starts with http, https, socks4 or socks5, not {parts.scheme!r}")
+        if not parts.hostname or parts.port is None:
+            raise ValueError("a proxy URL names a host and a port, as in http://user:password@proxy:8080")
+        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        username = unquote(parts.username) if parts.username else None
+        password = unquote(parts.password) if parts.password else None
+        return cls(f"{parts.scheme}://{host}:{parts.port}", username, password)
+
+
+def _words(value: Any) -> Any:
+    """Lists are written `a,b` or as JSON."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        return json.loads(value)
+    return tuple(word.strip() for word in value.split(",") if word.strip())
+
+
+def _command_words(value: Any) -> Any:
+    """Arguments of a command line hold commas, so they are written as a shell would take them, or as JSON."""
+    if isinstance(value, str) and not value.lstrip().startswith("["):
+        return tuple(shlex.split(value))
+    return _words(value)
+
+
+def _mapping(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def _humanize(value: Any) -> Any:
+    """`true`, `false`, or the seconds that one pointer motion may take."""
+    words = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
+    return words.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _absolute(path: Path) -> Path:
+    return path.expanduser().absolute()
+
+
+Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_words)]
+CommandWords = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_command_words)]
+Millis = Annotated[int, Field(ge=1, le=7 * 24 * 3_600_000)]
+DirectoryPath = Annotated[Path, AfterValidator(_absolute)]
+
+
+class Settings(BaseSettings):
+    """All settings, frozen; each is read from the environment as ASYNCWORKER_<NAME>."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Values come from `load` only, which refuses unknown names and takes any mapping."""
+        return (init_settings,)
+
+    broker_url: SecretUrl | None = Field(
+        None, description="redis://, rediss:// or unix:// URL of the broker; none: an embedded Valkey"
+    )
+    state_dir: DirectoryPath = Field(
+        Path(".asyncworker"), description="directory of the embedded Valkey: its socket, data and log"
+    )
+    actors: Words = Field(("actors",), description="packages or modules with the deployment's actors, comma-separated")
+
+    engine: EngineName = Field(EngineName.invisible, description="what launches or connects a browser")
+    executable_path: DirectoryPath | None = Field(
+        None, description="the browser's executable; none: where the engine looks itself"
+    )
+    channel: str | None = Field(None, description="Playwright's channel, such as chrome or msedge")
+    endpoint: SecretUrl | None = Field(
+        None, description="for the engine remote: ws:// or wss:// of a Playwright server, http:// for CDP"
+    )
+    launch_args: CommandWords = Field(
+        (), description="extra arguments of the browser's command line, as a shell takes them"
+    )
+    headless: bool = Field(True, description="run the browser without a window")
+    proxy: SecretUrl | None = Field(None, description="the proxy of every browser, credentials in the URL")
+    locale: str | None = Field(None, description="locale of the identity, such as en-US")
+    timezone: str | None = Field(None, description="time zone of the identity, such as Europe/Berlin")
+    pins: Annotated[dict[str, Any], NoDecode, BeforeValidator(_mapping)] = Field(
+        default_factory=dict, description="JSON object of invisible_playwright's pins, field to value"
+    )
+    humanize: Annotated[bool | float, BeforeValidator(_humanize)] = Field(
+        False, description="human pointer and typing: true, false, or most seconds for one motion"
+    )
+    seed: int | None = Field(
+        None, ge=0, le=MAX_SEED, description="the deployment's seed; none: drawn once, kept in the store"
+    )
+
+    slots: int | None = Field(
+        None,
+        ge=1,
+        le=64,
+        description=f"contexts at once in one process; none: threads, {DEFAULT_SLOTS} at most",
+    )
+    max_browsers: int = Field(2, ge=1, le=64, description="browsers at once in one process")
+    warm: bool = Field(False, description="launch the browser at boot, not at the first message")
+
+    output_dir: DirectoryPath = Field(Path("output"), description="where the shipped actors may write files")
+    allowed_schemes: Words = Field(("http", "https"), description="URL schemes that the shipped actors open")
+    deny_private_hosts: bool = Field(
+        False, description="refuse loopback, link-local and private addresses, also after redirects"
+    )
+
+    launch_timeout_ms: Millis = Field(60_000, description="for the browser to start")
+    launch_backoff_ms: Millis = Field(
+        1_000, description="pause after a failed launch, doubled each time up to a minute"
+    )
+    browser_wait_ms: Millis = Field(120_000, description="for a browser of the identity to be free or up")
+    context_timeout_ms: Millis = Field(15_000, description="for a fresh context and its page to open")
+    page_timeout_ms: Millis = Field(
+        30_000, description="Playwright's default for one action or navigation, never more than the time left"
+    )
+    close_timeout_ms: Millis = Field(20_000, description="for a context or a browser to close, before it is killed")
+    cleanup_timeout_ms: Millis = Field(
+        30_000, description="for the code of an interrupted attempt to end its own cleanup"
+    )
+    time_limit_ms: Millis = Field(600_000, description="for one attempt, unless the actor sets time_limit")
+    stop_timeout_ms: Millis = Field(
+        30_000, description="for attempts still running at the end of a shutdown, before they are cancelled"
+    )
+    result_ttl_ms: Millis = Field(600_000, description="how long results are kept, unless the actor sets it")
+
+    @field_validator("proxy")
+    @classmethod
+    def _proxy_parses(cls, url: SecretUrl | None) -> SecretUrl | None:
+        if url is not None:
+            Proxy.parse(url.value)
+        return url
+
+    @field_validator("broker_url")
+    @classmethod
+    def _broker_is_known(cls, url: SecretUrl | None) -> SecretUrl | None:
+        schemes = ("redis", "rediss", "unix")
+        if url is not None and _taken_apart(url.value).scheme not in schemes:
+            raise ValueError(f"a broker URL starts with {', '.join(s + '://' for s in schemes)}")
+        return url
+
+    @field_validator("endpoint")
+    @classmethod
+    def _endpoint_is_known(cls, url: SecretUrl | None) -> SecretUrl | None:
+        if url is not None and _taken_apart(url.value).scheme not in ("ws", "wss", "http", "https"):
+            raise ValueError("an endpoint starts with ws:// or wss:// (Playwright server) or http:// (CDP)")
+        return url
+
+    @model_validator(mode="after")
+    def _remote_has_an_endpoint(self) -> Settings:
+        if self.engine is EngineName.remote and self.endpoint is None:
+            raise ValueError("the engine remote needs ASYNCWORKER_ENDPOINT")
+        return self
+
+    @property
+    def proxy_parts(self) -> Proxy | None:
+        """The proxy, taken apart; None: traffic leaves directly."""
+        return Proxy.parse(self.proxy.value) if self.proxy else None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting as `asyncworker settings` shows it; `value` and `default` are masked text."""
+
+    variable: str
+    value: str
+    source: str
+    default: str
+    meaning: str
+
+
+def load(environ: Mapping[str, str] | None = None, **values: Any) -> Settings:
+    """Read the settings.
+
+    Parameters:
+        environ: The environment to read; None reads the process's own.
+        values: Settings given in code, by field name; they win over the environment.
+
+    Raises:
+        ConfigurationError: When a name is unknown or a value cannot be used; it says which and why.
+    """
+    environ = os.environ if environ is None else environ  # noqa: TID251 -- this module is the one reader
+    given = {name: environ[variable] for name, variable in _variables(environ) if environ[variable] != ""}
+    try:
+        return Settings(**(given | values))
+    except ValidationError as error:
+        raise ConfigurationError(_sentence(error), name=_first_name(error)) from None
+    except ValueError as error:
+        raise ConfigurationError(f"a setting does not parse: {error}; see `asyncworker settings`") from None
+
+
+def describe(settings: Settings, environ: Mapping[str, str] | None = None) -> list[Setting]:
+    """All settings in their declared order, with where each value came from."""
+    environ = os.environ if environ is None else environ  # noqa: TID251 -- this module is the one reader
+    present = {name for name, variable in _variables(environ) if environ[variable] != ""}
+    rows = []
+    for name, field in Settings.model_fields.items():
+        default = field.get_default(call_default_factory=True, validated_data={})
+        source = "environment" if name in present else "default"
+        if source == "default" and name in settings.model_fields_set:
+            source = "code"
+        rows.append(
+            Setting(
+                variable=PREFIX + name.upper(),
+                value=_shown(getattr(settings, name)),
+                source=source,
+                default=_shown(default),
+                meaning=field.description or "",
+            )
+        )
+    return rows
+
+
+def as_environment(settings: Settings) -> dict[str, str]:
+    """The variables that give a child process the same settings, unmasked; only those that were set."""
+    return {PREFIX + name.upper(): _written(getattr(settings, name)) for name in settings.model_fields_set}
+
+
+def child_environment(**extra: str) -> dict[str, str]:
+    """The environment for a browser, a driver or a server: without our settings, which may hold passwords."""
+    environ = os.environ.copy()  # noqa: TID251 -- this module is the one reader
+    return {name: text for name, text in environ.items() if not name.upper().startswith(PREFIX)} | extra
+
+
+def foreign(variable: str) -> str:
+    """A variable that is not ours, such as PATH or DISPLAY; empty when it is not set."""
+    return os.environ.get(variable, "")  # noqa: TID251 -- this module is the one reader
+
+
+def leave_invisible_core_alone() -> None:
+    """Call this before the first import of invisible_playwright or invisible_core.
+
+    On a mismatch of versions they would run pip at import, in a worker, and replace their own files under
+    the other workers. With this they raise instead, and `asyncworker doctor` names the command.
+    """
+    os.environ.setdefault("INVISIBLE_CORE_AUTOFIX", "off")  # noqa: TID251 -- the one writer, too
+
+
+def markdown_table() -> str:
+    """The settings as README's table."""
+    lines = ["| variable | default | meaning |", "| --- | --- | --- |"]
+    for name, field in Settings.model_fields.items():
+        default = _shown(field.get_default(call_default_factory=True, validated_data={}))
+        lines.append(f"| `{PREFIX}{name.upper()}` | {f'`{default}`' if default else ''} | {field.description} |")
+    return "\n".join(lines)
+
+
+def _variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """(field, variable) of every ASYNCWORKER_ name present.
+
+    Raises:
+        ConfigurationError: For an unknown name; it names the nearest real one.
+    """
+    for variable in sorted(environ):
+        if not variable.upper().startswith(PREFIX):
+            continue
+        name = variable[len(PREFIX) :].lower()
+        if name not in Settings.model_fields:
+            near = difflib.get_close_matches(name, Settings.model_fields, n=1, cutoff=0.0)[0]
+            raise ConfigurationError(
+                f"{variable} is no setting; the nearest is {PREFIX}{near.upper()} (all: `asyncworker settings`)",
+                name=variable,
+            )
+        yield name, variable
+
+
+def _first_name(error: ValidationError) -> str:
+    where = error.errors()[0]["loc"]
+    return PREFIX + str(where[0]).upper() if where else PREFIX + "*"
+
+
+def _sentence(error: ValidationError) -> str:
+    """One line for each wrong setting. The input is left out: it may hold a password."""
+    lines = []
+    for name, reasons in _by_name(error).items():
+        lines.append(f"{name}: {'; '.join(reasons)}")
+    return "\n".join(lines) + "\n(all settings: `asyncworker settings`)"
+
+
+def _by_name(error: ValidationError) -> dict[str, list[str]]:
+    reasons: dict[str, list[str]] = {}
+    for detail in error.errors(include_input=False, include_url=False, include_context=False):
+        name = PREFIX + str(detail["loc"][0]).upper() if detail["loc"] else "settings"
+        reasons.setdefault(name, []).append(detail["msg"].removeprefix("Value error, "))
+    return reasons
+
+
+def _written(value: object) -> str:
+    """A value as a variable holds it."""
+    if isinstance(value, SecretUrl):
+        return value.value
+    if isinstance(value, tuple | dict):
+        return json.dumps(value)
+    return "" if value is None else str(value)
+
+
+def _shown(value: object) -> str:
+    """A value as a person may see it: masked."""
+    if isinstance(value, tuple):
+        return ",".join(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, SecretUrl) else _written(value)
