@@ -208,9 +208,13 @@ _FIELDS = """
 """
 
 _LINKS = """
-() => [...new Set(
-  [...document.querySelectorAll("a[href], area[href]")]
-    .map((link) => link.href)
-    .filter((href) => typeof href === "string" && /^https?:/.test(href))
-)]
+() => {
+  const found = new Set();
+  for (const link of document.querySelectorAll("a[href], area[href]")) {
+    let url;
+    try { url = new URL(link.getAttribute("href"), document.baseURI); } catch { continue; }
+    if (url.protocol === "http:" || url.protocol === "https:") found.add(url.href);
+  }
+  return [...found];
+}
 """

@@ -29,6 +29,9 @@ logger = logging.getLogger("asyncworker.browser")
 
 T = TypeVar("T")
 
+#: A message tries this many browsers that die before its context is open, and fails with one more.
+MOST_DEAD_BROWSERS = 3
+
 #: A pause after failed launches grows to this and no further.
 LONGEST_BACKOFF_MS = 60_000
 
@@ -58,6 +61,7 @@ class Generation:
     number: int
     key: Hashable
     launched: Launched
+    gone: asyncio.Future[None]
     leases: int = 0
     retired: bool = False
     lost: str | None = None
@@ -127,17 +131,13 @@ class BrowserHost:
             BrowserCrashed: When the browser died while the context was opened.
             ForkedBrowser: In a fork of the process that owns the browsers.
         """
-        generation = await self._acquire(identity)
+        lease = await self._lend(identity)
+        token = _lease.set(lease)
         try:
-            context = await self._open(generation, identity)
-            try:
-                page = await self._step(generation, "page", context.new_page())
-                async with self._lent(Lease(generation, generation.launched.browser, context, page)) as lease:
-                    yield lease
-            finally:
-                await shielded(self._close_context(generation, context))
+            yield lease
         finally:
-            self._release(generation)
+            _lease.reset(token)
+            await shielded(self._take_back(lease))
 
     async def warm(self, identity: Identity) -> None:
         """Have the identity's browser up before its first message. A failure is logged, not raised."""
@@ -253,7 +253,8 @@ class BrowserHost:
     def _adopt(self, key: Hashable, launched: Launched, started: float) -> Generation:
         self.counts["browsers_launched"] += 1
         number = self.counts["browsers_launched"]
-        generation = Generation(number, key, launched, used_at=self._clock.monotonic())
+        gone = asyncio.get_running_loop().create_future()
+        generation = Generation(number, key, launched, gone, used_at=self._clock.monotonic())
         self._live[key] = generation
         self._track(launched.browser)
         launched.on_lost(lambda reason: self._lost(generation, reason))
@@ -295,6 +296,7 @@ class BrowserHost:
         if generation.lost is not None or generation.ending is not None:
             return
         generation.lost = reason
+        generation.gone.set_result(None)
         self.counts["browsers_lost"] += 1
         self._forget(generation)
         logger.error("browser %d is gone (%s) with %d contexts open", generation.number, reason, generation.leases)
@@ -314,15 +316,43 @@ class BrowserHost:
 
     # --- its contexts
 
-    @contextlib.asynccontextmanager
-    async def _lent(self, lease: Lease) -> AsyncIterator[Lease]:
-        token = _lease.set(lease)
+    async def _lend(self, identity: Identity) -> Lease:
+        """A context with its page open.
+
+        A browser that dies before that has run none of the message's code: the message takes the next one.
+        """
+        for dead in range(MOST_DEAD_BROWSERS + 1):
+            generation = await self._acquire(identity)
+            try:
+                return await self._open(generation, identity)
+            except BrowserCrashed:
+                self._release(generation)
+                if dead == MOST_DEAD_BROWSERS:
+                    raise
+            except BaseException:
+                self._release(generation)
+                raise
+        raise AssertionError("unreachable")
+
+    async def _open(self, generation: Generation, identity: Identity) -> Lease:
+        opening = asyncio.ensure_future(generation.launched.new_context(identity))
         try:
-            yield lease
-        finally:
-            _lease.reset(token)
-            for other in lease.others:
-                await shielded(self._close_context(lease.generation, other))
+            context = await self._step(generation, "context", opening)
+        except BaseException:
+            opening.add_done_callback(lambda done: self._opened_too_late(generation, done))
+            raise
+        self.counts["contexts_opened"] += 1
+        try:
+            page = await self._step(generation, "page", context.new_page())
+        except BaseException:
+            await shielded(self._close_context(generation, context))
+            raise
+        return Lease(generation, generation.launched.browser, context, page)
+
+    async def _take_back(self, lease: Lease) -> None:
+        for context in (*lease.others, lease.context):
+            await self._close_context(lease.generation, context)
+        self._release(lease.generation)
 
     def _track(self, browser: Browser) -> None:
         """Contexts that code opens on the browser itself belong to the session whose code opened them.
@@ -349,16 +379,6 @@ class BrowserHost:
         browser.new_context = tracked_context  # type: ignore[method-assign]
         browser.new_page = tracked_page  # type: ignore[method-assign]
 
-    async def _open(self, generation: Generation, identity: Identity) -> BrowserContext:
-        opening = asyncio.ensure_future(generation.launched.new_context(identity))
-        try:
-            context = await self._step(generation, "context", opening)
-        except BaseException:
-            opening.add_done_callback(lambda done: self._opened_too_late(generation, done))
-            raise
-        self.counts["contexts_opened"] += 1
-        return context
-
     def _opened_too_late(self, generation: Generation, opening: asyncio.Future[BrowserContext]) -> None:
         """The message has given up; its context is closed as soon as it exists."""
         if not opening.cancelled() and opening.exception() is None:
@@ -368,10 +388,13 @@ class BrowserHost:
     async def _step(self, generation: Generation, phase: str, step: Awaitable[T]) -> T:
         """Await one step of opening, bounded; name the phase and the browser in what it raises."""
         limit_ms = self._settings.context_timeout_ms
-        doing = asyncio.ensure_future(step)
+        doing: asyncio.Future[Any] = asyncio.ensure_future(step)
         doing.add_done_callback(lambda done: done.cancelled() or done.exception())  # read, also when too late
-        done, _ = await asyncio.wait({doing}, timeout=limit_ms / 1000)
-        if not done:
+        # A call that meets a dying browser may never end, so the browser's end is waited for as well.
+        await asyncio.wait({doing, generation.gone}, timeout=limit_ms / 1000, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            if generation.lost is not None:
+                raise crashed(self.engine.name, generation)
             self._retire(generation)  # it does not answer: the next message gets another browser
             raise PhaseTimeout(
                 f"{self.engine.name} opened no {phase} within {limit_ms} ms (ASYNCWORKER_CONTEXT_TIMEOUT_MS); "
@@ -381,28 +404,35 @@ class BrowserHost:
                 generation=generation.number,
             )
         try:
-            return doing.result()
+            result: T = doing.result()
+            return result
         except Exception as error:
-            if generation.lost is not None or self.engine.classify(error) is not None:
-                raise crashed(self.engine.name, generation) from error
-            raise
+            if generation.lost is None and self.engine.classify(error) is None:
+                raise
+            self._retire(generation)  # its end may be announced a moment later
+            raise crashed(self.engine.name, generation) from error
 
     async def _close_context(self, generation: Generation, context: BrowserContext) -> None:
         """Close a context within `close_timeout_ms`; one that does not close retires its browser."""
+        self.counts["contexts_closed"] += 1
+        if generation.lost is not None:
+            return
         closing = asyncio.ensure_future(context.close())
-        await asyncio.wait({closing}, timeout=self._settings.close_timeout_ms / 1000)
+        closing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        limit_ms = self._settings.close_timeout_ms
+        await asyncio.wait({closing, generation.gone}, timeout=limit_ms / 1000, return_when=asyncio.FIRST_COMPLETED)
         if not closing.done():
-            logger.warning(
-                "a context of browser %d did not close in %d ms; the browser gets no new ones and is killed "
-                "when its last context ends",
-                generation.number,
-                self._settings.close_timeout_ms,
-            )
+            if generation.lost is None:
+                logger.warning(
+                    "a context of browser %d did not close in %d ms; the browser gets no new ones and is killed "
+                    "when its last context ends",
+                    generation.number,
+                    limit_ms,
+                )
+                self._retire(generation)
             closing.cancel()
-            self._retire(generation)
         elif not closing.cancelled() and (error := closing.exception()) is not None and generation.usable:
             logger.debug("closing a context of browser %d said: %s", generation.number, error)
-        self.counts["contexts_closed"] += 1
 
     # --- the rest
 

@@ -101,8 +101,11 @@ def answers(path: Path, *, timeout_ms: int = 2_000) -> bool:
         client.close()
 
 
-def stop(state_dir: Path) -> bool:
+def stop(state_dir: Path, *, for_good: bool = True) -> bool:
     """Stop the server of a state directory; its data stays on disk.
+
+    Parameters:
+        for_good: Processes that are up now do not bring it back.
 
     Returns:
         False when none was running.
@@ -114,12 +117,13 @@ def stop(state_dir: Path) -> bool:
     if not state_dir.exists():
         return False
     with _locked(state_dir):
-        (state_dir / DOWN_MARKER).touch()
+        if for_good:
+            (state_dir / DOWN_MARKER).touch()
         server = _server(state_dir)
         if server is None:
             path.unlink(missing_ok=True)
             return False
-        server.terminate()  # Valkey writes what is pending and removes its socket
+        _shut_down(path)
         try:
             server.wait(STOP_TIMEOUT_MS / 1000)
         except psutil.TimeoutExpired:
@@ -133,6 +137,13 @@ def stop(state_dir: Path) -> bool:
             with contextlib.suppress(OSError):
                 path.parent.rmdir()
         return True
+
+
+def _shut_down(path: Path) -> None:
+    """Tell the server to write what is pending and end. By command: it may have inherited a blocked SIGTERM."""
+    client = redis.Redis(unix_socket_path=str(path), socket_timeout=STOP_TIMEOUT_MS / 1000, retry=Retry(NoBackoff(), 0))
+    with contextlib.closing(client), contextlib.suppress(redis.RedisError, OSError):
+        client.shutdown(nosave=True)
 
 
 def binary() -> Path | None:

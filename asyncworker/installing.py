@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -131,8 +132,14 @@ def why_it_does_not_start(settings: Settings) -> str | None:
     try:
         asyncio.run(_launch_once(settings.model_copy(update={"launch_timeout_ms": timeout})))
     except Exception as error:  # noqa: BLE001 -- whatever a browser library raises is the answer
-        return shortened(str(error) or type(error).__name__)
+        return shortened(_own_words(error) or str(error) or type(error).__name__)
     return None
+
+
+def _own_words(error: Exception) -> str | None:
+    """What the browser itself said as it ended, such as the library that it misses; deep in Playwright's log."""
+    said = re.search(r"\[err\] (.+)", str(error.__cause__ or error))
+    return said.group(1) if said else None
 
 
 async def _launch_once(settings: Settings) -> None:

@@ -46,7 +46,7 @@ from dramatiq.middleware import Shutdown, TimeLimitExceeded
 
 from asyncworker import processes
 from asyncworker.engines import Engine
-from asyncworker.errors import AsyncworkerError, BrowserCrashed, EngineError, RefusedMessage
+from asyncworker.errors import AsyncworkerError, BrowserCrashed, EngineError, PageCrashed, RefusedMessage
 from asyncworker.ledger import Ledger, Outcome, Row
 from asyncworker.loop import LoopThread
 from asyncworker.runtime import Attempt, Runtime, current_attempt, set_runtime
@@ -59,6 +59,10 @@ SESSION_OPTION = "session"
 
 #: The option that says whose seed a message without one gets: `deployment` or `message`.
 IDENTITY_OPTION = "identity"
+
+#: A message whose browser died is run again this soon, doubled each time, this often; then it uses up retries.
+CRASH_BACKOFF_MS = 250
+MAX_CRASHES = 5
 
 #: How long the boot may ask for the engine before it goes on.
 CHECK_TIMEOUT_MS = 10_000
@@ -103,9 +107,26 @@ class Retries(DramatiqRetries):
             logger.error("message %s is dead-lettered: %s", message.message_id, exception)
             message.fail()
             return
-        super().after_process_message(broker, message, result=result, exception=exception)
+        if isinstance(exception, BrowserCrashed | PageCrashed) and self._may_crash_again(broker, message, exception):
+            self._enqueue_after_crash(broker, message)
+        else:
+            super().after_process_message(broker, message, result=result, exception=exception)
         if exception is not None and not message.failed:
             _emit(broker, "after_retry_message", message, exception=exception)
+
+    def _may_crash_again(self, broker: Broker, message: MessageProxy, exception: BaseException) -> bool:
+        """A crash is not the code's failure, so it uses up no retry, unless the actor wants none at all."""
+        options = broker.get_actor(message.actor_name).options
+        throws = message.options.get("throws") or options.get("throws")
+        max_retries = message.options.get("max_retries", options.get("max_retries", self.max_retries))
+        wanted = max_retries != 0 and not (throws and isinstance(exception, throws))
+        return wanted and message.options.get("crashes", 0) < MAX_CRASHES
+
+    def _enqueue_after_crash(self, broker: Broker, message: MessageProxy) -> None:
+        crashes = message.options["crashes"] = message.options.get("crashes", 0) + 1
+        delay_ms = CRASH_BACKOFF_MS * 2 ** (crashes - 1)
+        logger.info("message %s lost its browser; it is run again in %d ms", message.message_id, delay_ms)
+        broker.enqueue(message, delay=delay_ms)  # type: ignore[arg-type]  # as Dramatiq does: a proxy of a Message
 
 
 @dataclass
@@ -327,6 +348,11 @@ class BrowserMiddleware(Middleware):
                 logger.warning("the counts of this worker could not be stored: %s", error)
 
 
+def ledger_of(broker: Broker) -> Ledger:
+    """The account of attempts that a broker's middleware keeps."""
+    return next(each for each in broker.middleware if isinstance(each, BrowserMiddleware)).ledger
+
+
 def _attempt(row: Row, limit_ms: float) -> Attempt:
     deadline = None if limit_ms == float("inf") else time.monotonic() + limit_ms / 1000
     return Attempt(row.seed, row.message_id, row.actor, row.attempt, deadline)
@@ -340,7 +366,7 @@ def _outcome(exception: BaseException | None) -> Outcome:
             return Outcome.timed_out
         case Shutdown():
             return Outcome.interrupted
-        case BrowserCrashed():
+        case BrowserCrashed() | PageCrashed():
             return Outcome.crashed
         case RefusedMessage():
             return Outcome.rejected

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("asyncworker.guard")
 
+#: The engine whose own protocol pauses every hop of a redirect.
+CHROMIUM = "chromium"
+
 #: How long the browser may take to say which address answered, once the actor has its result.
 ANSWER_TIMEOUT_MS = 5_000
 
@@ -52,6 +55,7 @@ _NOT_PUBLIC = [
         "::/128": "the unspecified address",
         "::1/128": "a loopback address",
         "2001::/23": "a reserved address",  # with Teredo, whose addresses hide another one
+        "2002::/16": "a reserved address",  # 6to4, the same
         "2001:db8::/32": "an address for documentation",
         "3fff::/20": "an address for documentation",
         "fc00::/7": "a private address",
@@ -66,7 +70,7 @@ def private_kind(address: str) -> str | None:
     """What an IP address is instead of public, such as "a loopback address"; None: it is public."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
-        inner = ip.ipv4_mapped or ip.sixtofour
+        inner = ip.ipv4_mapped
         if ip in _EMBEDS_IPV4:
             inner = ipaddress.IPv4Address(int(ip) & 0xFFFF_FFFF)
         if inner is not None:
@@ -106,10 +110,13 @@ class Hosts:
 
     async def objection(self, url: str) -> str | None:
         """What is wrong with where a URL leads; None: every address of its host is public, or it has none."""
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError:
+            return "its host does not parse"
         if parts.scheme not in ("http", "https", "ws", "wss") or not parts.hostname:
             return None
-        host = unicodedata.normalize("NFKC", unquote(parts.hostname)).lower().rstrip(".")
+        host = unicodedata.normalize("NFKC", unquote(parts.hostname)).replace("\u3002", ".").lower().rstrip(".")
         if host in self._known:
             return self._known[host]
         addresses = _spelt_out(host) or await self._resolve(host)
@@ -215,7 +222,7 @@ class _Watch:
         self._on_page(self._page)
         await context.add_init_script(_NO_HIDDEN_FETCHES)
         browser = context.browser
-        if browser is not None and browser.browser_type.name == "chromium":
+        if browser is not None and browser.browser_type.name == CHROMIUM:
             await self._gate_every_hop()
         else:
             # Playwright does not route a redirect's further hops.

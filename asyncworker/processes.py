@@ -33,16 +33,17 @@ class Token:
     pid: int
     born: int
     launch: str
+    role: str = "browser"  # or "driver"
 
     def __str__(self) -> str:
-        return f"{self.namespace}.{self.pid}.{self.born}.{self.launch}"
+        return f"{self.namespace}.{self.pid}.{self.born}.{self.launch}.{self.role}"
 
     @classmethod
     def parse(cls, text: str) -> Token | None:
         """The token in `text`; None when it is none of ours."""
         match text.split("."):
-            case [namespace, pid, born, launch] if pid.isdigit() and born.isdigit():
-                return cls(namespace, int(pid), int(born), launch)
+            case [namespace, pid, born, launch, role] if pid.isdigit() and born.isdigit():
+                return cls(namespace, int(pid), int(born), launch, role)
         return None
 
     def owner_is_gone(self) -> bool:
@@ -59,10 +60,15 @@ class Token:
             return True
 
 
-def new_token() -> Token:
+def new_token(role: str = "browser") -> Token:
     """A token for one launch by this process."""
     me = psutil.Process()
-    return Token(_namespace(), me.pid, _born(me), secrets.token_hex(8))
+    return Token(_namespace(), me.pid, _born(me), secrets.token_hex(8), role)
+
+
+def tokens(wanted: Callable[[Token], bool]) -> set[Token]:
+    """The wanted tokens that live processes carry now."""
+    return {token for _, token in _processes() if token is not None and wanted(token)}
 
 
 def carriers(wanted: Callable[[Token], bool]) -> list[psutil.Process]:

@@ -323,12 +323,13 @@ def describe(settings: Settings, environ: Mapping[str, str] | None = None) -> li
     """All settings in their declared order, with where each value came from."""
     environ = os.environ if environ is None else environ  # noqa: TID251 -- this module is the one reader
     present = {name for name, variable in _variables(environ) if environ[variable] != ""}
+    read = load(environ) if present else None
     rows = []
     for name, field in Settings.model_fields.items():
         default = field.get_default(call_default_factory=True, validated_data={})
-        source = "environment" if name in present else "default"
-        if source == "default" and name in settings.model_fields_set:
-            source = "code"
+        source = "code" if name in settings.model_fields_set else "default"
+        if name in present and getattr(settings, name) == getattr(read, name):
+            source = "environment"
         rows.append(
             Setting(
                 variable=PREFIX + name.upper(),

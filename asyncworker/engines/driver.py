@@ -51,7 +51,7 @@ class Driver:
         """
         from playwright.async_api import async_playwright
 
-        token = processes.new_token()
+        token = processes.new_token("driver")
         reading, writing = os.pipe()
         drain = asyncio.create_task(_drain(reading), name="asyncworker-driver-stderr")
         try:

@@ -1,0 +1,52 @@
+# `make demo` and `make test` need Python 3.11 or later with venv, git and make, and nothing done before.
+# Both may be run again at any time, with or without root.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+# The tests are about a stock browser; the settings of whoever runs them are not theirs.
+TEST_ENVIRONMENT := env $(foreach name,$(filter ASYNCWORKER_%,$(shell env | cut -d= -f1)),-u $(name))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test check browser bench clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(INSTALLED) ## 40 pages scraped by a real worker; options in ARGS="--json"
+	@$(BIN)/asyncworker demo $(ARGS)
+
+test: $(INSTALLED) browser check ## a browser, lint, types and the whole test suite; options in ARGS="-k crash"
+	$(TEST_ENVIRONMENT) $(BIN)/pytest $(ARGS)
+
+check: $(INSTALLED) ## format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+browser: $(INSTALLED) ## find or install the browser of the tests
+	@$(TEST_ENVIRONMENT) ASYNCWORKER_ENGINE=chromium $(BIN)/asyncworker doctor --install
+
+bench: $(INSTALLED) browser ## every benchmark; options in ARGS="--quick"
+	@for script in benchmarks/[!_]*.py; do \
+	  echo "== $$script"; ASYNCWORKER_ENGINE=chromium $(BIN)/python "$$script" $(ARGS) || failed=1; \
+	done; test -z "$$failed"
+
+clean: ## remove what was installed and cached; the state and the output of workers stay
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON) on this machine; install Python 3.11 or later, or name it: make PYTHON=…" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or later is needed, and $(PYTHON) is $$($(PYTHON) -V 2>&1); name a newer one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "Python's venv is missing: apt-get install python3-venv" >&2; exit 1; }
+	@echo "installing into $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install --upgrade 'pip>=25.1'
+	@$(PIP) install --editable . --group dev
+	@touch $@

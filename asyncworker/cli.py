@@ -1,0 +1,186 @@
+"""The command `asyncworker`. Workers are Dramatiq's: `dramatiq asyncworker.actors`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from asyncworker import settings as settings_module
+from asyncworker.errors import AsyncworkerError, ConfigurationError
+from asyncworker.settings import EngineName, load
+
+app = typer.Typer(
+    help="Dramatiq actors for browser work. Workers are started with: dramatiq asyncworker.actors",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+errors = Console(stderr=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def main() -> None:
+    """The entry point: an error of ours is one sentence and exit code 2, never a traceback."""
+    try:
+        app()
+    except AsyncworkerError as error:
+        _fail(str(error))
+
+
+@app.command()
+def demo(
+    engine: Annotated[
+        str, typer.Option(help="auto, or an engine: invisible, chromium, firefox, webkit, remote.")
+    ] = "auto",
+    url: Annotated[list[str] | None, typer.Option(help="Your own address instead of the shop's; repeatable.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run a shop, a broker and a worker on this machine, kill one browser half way, and account for everything."""
+    from asyncworker.demo.run import run_demo
+
+    raise typer.Exit(run_demo(engine, urls=url or [], as_json=as_json, console=errors if as_json else console))
+
+
+@app.command()
+def send(
+    actor: Annotated[str, typer.Argument(help="The actor's name, such as pages.title.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Its arguments: JSON, or else text.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--arg", "-a", help="A keyword argument, name=value; repeatable.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="The seed, 0 to 2**63-1; none: the deployment's.")] = None,
+    delay: Annotated[int | None, typer.Option(help="Run it this many ms from now.", min=0)] = None,
+    queue: Annotated[str | None, typer.Option(help="Another queue than the actor's own.")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the result and print it.")] = False,
+    timeout: Annotated[int, typer.Option(help="How many ms --wait waits.", min=1)] = 60_000,
+    as_json: Json = False,
+) -> None:
+    """Send a message to an actor of this deployment."""
+    from asyncworker.sending import send_message
+
+    keywords = dict(_keyword(text) for text in option or [])
+    if seed is not None:
+        keywords["seed"] = seed
+    sent = send_message(
+        load(), actor, [_value(text) for text in args or []], keywords, delay_ms=delay, queue=queue, results=wait
+    )
+    if not wait:
+        _print(sent.facts(), as_json, f"sent {sent.message.message_id} to {actor} with seed {sent.seed}")
+        return
+    outcome = sent.wait(timeout)
+    _print(sent.facts() | outcome.facts(), as_json, outcome.sentence())
+    raise typer.Exit(0 if outcome.ok else 1)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def up(context: typer.Context) -> None:
+    """Run the embedded Valkey and workers in the foreground; further options are dramatiq's (-p, -t, --watch, …)."""
+    from asyncworker import embedded
+
+    settings = load()
+    started = False
+    if settings.broker_url is None:
+        started = not embedded.answers(embedded.socket_path(settings.state_dir))
+        console.print(f"broker: embedded Valkey at {embedded.ensure(settings.state_dir)}", soft_wrap=True)
+    try:
+        code = _run_workers(context.args)
+    finally:
+        if started:
+            embedded.stop(settings.state_dir, for_good=False)
+    raise typer.Exit(code)
+
+
+@app.command()
+def down() -> None:
+    """Stop the embedded Valkey of this deployment; its data stays in the state directory."""
+    from asyncworker import embedded
+
+    settings = load()
+    if settings.broker_url is not None:
+        _fail(f"the broker is {settings.broker_url}, which asyncworker did not start")
+    stopped = embedded.stop(settings.state_dir)
+    console.print(f"the embedded Valkey in {settings.state_dir} {'is stopped' if stopped else 'was not running'}")
+
+
+@app.command()
+def doctor(
+    install: Annotated[bool, typer.Option("--install", help="Find or install the engine, too.")] = False,
+    engine: Annotated[EngineName | None, typer.Option(help="Another engine than the settings'.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Examine this machine: would a worker run? Exit code 0 says yes."""
+    from asyncworker import doctor as doctors
+    from asyncworker import installing
+
+    settings = load() if engine is None else load(engine=engine)
+    if install:
+        installing.install(settings, lambda line: errors.print(line, highlight=False, soft_wrap=True))
+    checks = doctors.examine(settings)
+    if as_json:
+        _print_json({"would_run": doctors.would_run(checks), "checks": [check.facts() for check in checks]})
+    else:
+        doctors.render(checks, console)
+    raise typer.Exit(0 if doctors.would_run(checks) else 1)
+
+
+@app.command("settings")
+def show_settings(as_json: Json = False) -> None:
+    """Print every setting with its value, where that came from, its default and its meaning."""
+    rows = settings_module.describe(load())
+    if as_json:
+        _print_json({row.variable: {"value": row.value, "source": row.source, "default": row.default} for row in rows})
+        return
+    table = Table("variable", "value", "source", "default", "meaning", show_lines=False)
+    for row in rows:
+        style = "bold" if row.source != "default" else None
+        table.add_row(row.variable, row.value, row.source, row.default, row.meaning, style=style)
+    console.print(table)
+
+
+def _run_workers(arguments: list[str]) -> int:
+    """Run dramatiq as a child in this terminal; it hears Ctrl-C itself, and SIGTERM is handed on."""
+    child = subprocess.Popen([sys.executable, "-m", "dramatiq", "asyncworker.actors", *arguments])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, _: child.send_signal(received))
+    return child.wait()
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _keyword(text: str) -> tuple[str, Any]:
+    name, separator, value = text.partition("=")
+    if not separator or not name.isidentifier():
+        raise ConfigurationError(f"--arg {text} is no name=value")
+    return name, _value(value)
+
+
+def _print(facts: dict[str, Any], as_json: bool, sentence: str) -> None:
+    if as_json:
+        _print_json(facts)
+    else:
+        console.print(sentence, highlight=False, soft_wrap=True)
+
+
+def _print_json(facts: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(facts, ensure_ascii=False, default=str) + "\n")
+
+
+def _fail(sentence: str) -> NoReturn:
+    errors.print(f"asyncworker: {sentence}", style="red", highlight=False, soft_wrap=True)
+    raise SystemExit(2)

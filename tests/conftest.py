@@ -1,0 +1,125 @@
+"""What the tiers share: places that clean up after themselves, and the proof that nothing is left behind."""
+
+from __future__ import annotations
+
+import multiprocessing.resource_tracker
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+import pytest
+
+from asyncworker import embedded, processes
+from asyncworker.engines.finding import find
+from asyncworker.errors import AsyncworkerError
+from asyncworker.settings import load
+
+#: Tiers whose tests start processes.
+TIERS_WITH_PROCESSES = ("browser", "process", "worker")
+
+#: How long what is ending may take to have ended.
+LEFTOVERS_TIMEOUT_S = 5.0
+
+#: Inherited by everything that these tests start, at any depth: a process that carries it is theirs, also when it
+#: has left the tree of this one.
+MARK = "_ASYNCWORKER_TESTS"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ[MARK] = f"{os.getpid()}.{secrets.token_hex(8)}"  # noqa: TID251 -- tests are no part of the package
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("needs_browser") is not None and (reason := _no_browser()) is not None:
+        missing(reason)
+
+
+def missing(what: str) -> NoReturn:
+    """Skip for want of `what`, but not where it must be there: in CI."""
+    if os.environ.get("CI", "").lower() == "true":  # noqa: TID251 -- tests are no part of the package
+        pytest.fail(f"{what}; in CI that is a failure", pytrace=False)
+    pytest.skip(what)
+
+
+@cache
+def _no_browser() -> str | None:
+    try:
+        found = find(load({"ASYNCWORKER_ENGINE": "chromium"}))
+    except AsyncworkerError as error:
+        return str(error)
+    return None if found else "no Chromium on this machine: `asyncworker doctor --install --engine chromium` gets one"
+
+
+@pytest.fixture
+def state_dir() -> Iterator[Path]:
+    """A directory whose path is short enough for a socket; an embedded server in it is stopped afterwards."""
+    if embedded.binary() is None:
+        missing("no Valkey or Redis server on this machine")
+    directory = Path(tempfile.mkdtemp(prefix="aw-")).resolve()
+    try:
+        yield directory
+    finally:
+        try:
+            embedded.stop(directory)
+        finally:
+            _kill_server(directory)
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _kill_server(directory: Path) -> None:
+    """The last resort, for a server that a test has broken; its pid file is in a directory of the test's own."""
+    try:
+        server = psutil.Process(int((directory / "valkey.pid").read_text()))
+        if Path(server.cwd()) == directory:
+            server.send_signal(signal.SIGKILL)
+    except (OSError, ValueError, psutil.Error):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test of these tiers ends every process that it started: it fails when one is still there 5 s later."""
+    if request.path.parent.name not in TIERS_WITH_PROCESSES:
+        yield
+        return
+    multiprocessing.resource_tracker.ensure_running()  # its process stays until this one ends, and is no test's
+    before = _ours()
+    yield
+    deadline = time.monotonic() + LEFTOVERS_TIMEOUT_S
+    while left := {one: what for one, what in _ours().items() if one not in before}:
+        if time.monotonic() >= deadline:
+            pytest.fail(f"{len(left)} processes are left over:\n" + "\n".join(left.values()), pytrace=False)
+        time.sleep(0.05)
+
+
+def _ours() -> dict[psutil.Process, str]:
+    """Everything below this process, zombies too, and everything anywhere that these tests have started."""
+    mine = processes.new_token()
+    carriers = processes.carriers(lambda token: (token.pid, token.born) == (mine.pid, mine.born))
+    found = {*psutil.Process().children(recursive=True), *carriers, *_marked()}
+    return {process: _described(process) for process in found if process.pid != os.getpid()}
+
+
+def _marked() -> Iterator[psutil.Process]:
+    mark = os.environ[MARK]  # noqa: TID251 -- tests are no part of the package
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark:
+                yield process
+        except (psutil.Error, OSError):
+            continue
+
+
+def _described(process: psutil.Process) -> str:
+    try:
+        return f"  {process.pid} ({process.status()}) {' '.join(process.cmdline())[:200]}"
+    except psutil.Error:
+        return f"  {process.pid} (gone meanwhile)"
