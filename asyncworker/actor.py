@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 
 import dramatiq
 from dramatiq import Broker, Message
@@ -24,6 +24,9 @@ from asyncworker.runtime import Session, current_attempt
 P = ParamSpec("P")
 R = TypeVar("R")
 
+#: An async function that receives a session, then what its messages carry.
+_Function = Callable[Concatenate[Session, P], Coroutine[Any, Any, R]]
+
 _IDENTITIES = ("deployment", "message")
 
 
@@ -34,9 +37,9 @@ class SessionActor(dramatiq.Actor[P, R]):
         fn_async: The decorated function itself: `await title.fn_async(session, url)` runs it in a test.
     """
 
-    fn_async: Callable[..., Awaitable[R]]
+    fn_async: _Function[P, R]
 
-    def __init__(self, fn: Callable[..., Awaitable[R]], *, broker: Broker, options: dict[str, Any], **how: Any) -> None:
+    def __init__(self, fn: _Function[P, R], *, broker: Broker, options: dict[str, Any], **how: Any) -> None:
         self.fn_async = fn
         self._signature = _signature(fn)
         self._takes_seed = _takes(self._signature, "seed")
@@ -81,8 +84,8 @@ class SessionActor(dramatiq.Actor[P, R]):
                 actor=self.actor_name,
             ) from None
 
-    def _run_in_session(self, fn: Callable[..., Awaitable[R]]) -> Callable[..., Awaitable[R]]:
-        async def run(*args: Any, **kwargs: Any) -> R:
+    def _run_in_session(self, fn: _Function[P, R]) -> Callable[P, Awaitable[R]]:
+        async def run(*args: P.args, **kwargs: P.kwargs) -> R:
             self._check_arguments(args, kwargs)
             attempt = current_attempt.get()
             runtime = self._middleware.runtime
@@ -99,11 +102,11 @@ class SessionActor(dramatiq.Actor[P, R]):
 
 
 class _Decorator(Protocol):
-    def __call__(self, fn: Callable[Concatenate[Session, P], Awaitable[R]], /) -> SessionActor[P, R]: ...
+    def __call__(self, fn: _Function[P, R], /) -> SessionActor[P, R]: ...
 
 
 @overload
-def actor(fn: Callable[Concatenate[Session, P], Awaitable[R]], /) -> SessionActor[P, R]: ...
+def actor(fn: _Function[P, R], /) -> SessionActor[P, R]: ...
 
 
 @overload
@@ -113,7 +116,7 @@ def actor(
     queue_name: str = "default",
     priority: int = 0,
     broker: Broker | None = None,
-    identity: str = "deployment",
+    identity: Literal["deployment", "message"] = "deployment",
     **options: Any,
 ) -> _Decorator: ...
 

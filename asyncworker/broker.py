@@ -27,15 +27,16 @@ from dramatiq.middleware import (
 )
 from dramatiq.middleware import Middleware as DramatiqMiddleware
 from dramatiq.results import Results
-from dramatiq.results.backend import ResultBackend
+from dramatiq.results.backend import DEFAULT_TIMEOUT, ResultBackend
 from dramatiq.results.backends import RedisBackend
-from redis.exceptions import ResponseError
+from dramatiq.results.errors import ResultTimeout
 
 from asyncworker import embedded
 from asyncworker.errors import BrokerUnavailable, ConfigurationError
 from asyncworker.identity import new_seed
 from asyncworker.ledger import Ledger, RedisLedger
 from asyncworker.middleware import BrowserMiddleware, Retries, emit_receive
+from asyncworker.patience import patiently
 from asyncworker.settings import Settings, load
 
 logger = logging.getLogger("asyncworker.broker")
@@ -45,8 +46,10 @@ T = TypeVar("T")
 #: The deployment's seed, drawn by whoever asks first.
 SEED_KEY = "asyncworker:seed"
 
-#: How often a worker tries again what its broker refuses, in ms: doubled from the first to the last.
-PATIENCE_MS = (100, 5_000)
+#: A store that answers nothing for this long is away.
+CONNECT_TIMEOUT_S = 5.0
+SOCKET_TIMEOUT_S = 10.0
+RESULT_SLICE_S = 2.0
 
 #: Time limits are checked this often. Dramatiq's default of a second is long beside a page that takes 0.1 s.
 TIME_LIMIT_CHECK_MS = 100
@@ -114,8 +117,15 @@ def middleware_in_order(
 def connect(settings: Settings) -> redis.Redis:
     """A client of the deployment's store; it connects, and starts the embedded server, with its first command."""
     if settings.broker_url is not None:
-        return redis.Redis.from_url(settings.broker_url.value, socket_connect_timeout=5, health_check_interval=30)
-    pool = redis.ConnectionPool(connection_class=EmbeddedConnection, state_dir=settings.state_dir)
+        return redis.Redis.from_url(
+            settings.broker_url.value,
+            socket_connect_timeout=CONNECT_TIMEOUT_S,
+            socket_timeout=SOCKET_TIMEOUT_S,
+            health_check_interval=30,
+        )
+    pool = redis.ConnectionPool(
+        connection_class=EmbeddedConnection, state_dir=settings.state_dir, socket_timeout=SOCKET_TIMEOUT_S
+    )
     return redis.Redis(connection_pool=pool)
 
 
@@ -273,38 +283,33 @@ class WorkerConsumer(_RedisConsumer):
 
 
 class PatientResults(RedisBackend):  # type: ignore[misc]  # Dramatiq leaves its type open
-    """Dramatiq's Redis results; a worker repeats storing one until it is taken."""
+    """Dramatiq's Redis results; a worker repeats storing one until it is taken.
+
+    Waiting for a result asks again in slices shorter than the connection's own time limit, so that a long wait is
+    no dead connection; limits below a second are kept too.
+    """
+
+    def get_result(self, message: Message[Any], *, block: bool = False, timeout: int | None = None) -> Any:
+        """Get a result; see Dramatiq's. `timeout` is in ms, 10 seconds unless set.
+
+        Raises:
+            ResultMissing: When there is none yet and `block` is False.
+            ResultTimeout: When there is none in time.
+            ResultFailure: When the message was given up.
+        """
+        if not block:
+            return super().get_result(message)
+        key = self.build_message_key(message)
+        deadline = time.monotonic() + (DEFAULT_TIMEOUT if timeout is None else timeout) / 1000
+        while (left := deadline - time.monotonic()) > 0:
+            data = self.client.brpoplpush(key, key, max(0.01, min(left, RESULT_SLICE_S)))
+            if data is not None:
+                return self.unwrap_result(self.encoder.decode(data))
+        raise ResultTimeout(message)
 
     def _store(self, message_key: str, result: Any, ttl: int) -> None:
         store = super()._store
         patiently(lambda: store(message_key, result, ttl), "store a result")
-
-
-def patiently(work: Callable[[], T], what: str) -> T:
-    """Repeat `work` while the store is away, full or loading; other errors are raised.
-
-    In a worker thread only: what waits here holds its message, which neither gets lost nor runs twice.
-    """
-    pause_ms, longest_ms = PATIENCE_MS
-    while True:
-        try:
-            return work()
-        except (redis.RedisError, BrokerUnavailable, ConnectionClosed) as error:
-            if _is_permanent(error):
-                raise
-            logger.warning("could not %s (%s); trying again in %d ms", what, error, pause_ms)
-            time.sleep(pause_ms / 1000)
-            pause_ms = min(pause_ms * 2, longest_ms)
-
-
-def _is_permanent(error: BaseException) -> bool:
-    """A wrong command stays wrong; a store that is full, loading or read-only does not stay so."""
-    cause = error if isinstance(error, redis.RedisError) else error.__cause__
-    if not isinstance(cause, ResponseError):
-        return isinstance(cause, redis.DataError)
-    return not str(cause).startswith(
-        ("OOM", "LOADING", "READONLY", "BUSY", "MASTERDOWN", "MISCONF", "command not allowed")
-    )
 
 
 def _misfit(message: MessageProxy) -> str | None:

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -63,7 +62,7 @@ def run(step: Step, *, on_news: Say = lambda text: None) -> str | None:
     Returns:
         None when it succeeded, else why it did not; nothing of a command that did not succeed still runs.
     """
-    token = processes.new_token()
+    token = processes.new_token("install")
     with tempfile.TemporaryDirectory(prefix="asyncworker-install-", ignore_cleanup_errors=True) as folder:
         output = Path(folder) / "output"
         environment = {**step.environment, processes.VARIABLE: str(token)}
@@ -127,7 +126,7 @@ def _written(process: subprocess.Popen[bytes], written: dict[int, int]) -> int:
 
 
 def _written_by(process: psutil.Process) -> int:
-    if sys.platform == "linux":
+    if psutil.LINUX:
         return int(process.io_counters().write_chars)
     # Elsewhere a process does not say what it writes; time on the processor is the next best sign of life.
     return int(sum(process.cpu_times()[:2]) * 10 * PROGRESS_BYTES)

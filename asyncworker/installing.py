@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from asyncworker.commands import DOWNLOAD, UNPACK, Say, Step, run, shortened
 from asyncworker.engines import create
 from asyncworker.engines.finding import Found, find, needs_xvfb, which
+from asyncworker.engines.playwright import own_words
 from asyncworker.errors import EngineMissing
 from asyncworker.identity import Identity
 from asyncworker.settings import EngineName, Settings
@@ -132,14 +132,8 @@ def why_it_does_not_start(settings: Settings) -> str | None:
     try:
         asyncio.run(_launch_once(settings.model_copy(update={"launch_timeout_ms": timeout})))
     except Exception as error:  # noqa: BLE001 -- whatever a browser library raises is the answer
-        return shortened(_own_words(error) or str(error) or type(error).__name__)
+        return shortened(own_words(error.__cause__ or error))
     return None
-
-
-def _own_words(error: Exception) -> str | None:
-    """What the browser itself said as it ended, such as the library that it misses; deep in Playwright's log."""
-    said = re.search(r"\[err\] (.+)", str(error.__cause__ or error))
-    return said.group(1) if said else None
 
 
 async def _launch_once(settings: Settings) -> None:
@@ -171,8 +165,8 @@ def _ways(settings: Settings) -> Iterator[Way]:
         case EngineName.invisible:
             command = (sys.executable, "-m", "invisible_playwright", "fetch")
             yield Way("python -m invisible_playwright fetch", (Step(command, own_temporary_directory=True),))
-            if needs_xvfb(settings) and which("Xvfb") is None and _has_apt():
-                yield _apt("xvfb")
+            if _is_there(settings) and needs_xvfb(settings) and which("Xvfb") is None and _has_apt():
+                yield _apt("xvfb")  # only for an engine that came: nobody needs a screen without it
         case EngineName.chromium | EngineName.firefox | EngineName.webkit:
             yield from _ways_to_a_stock_browser(settings)
 
@@ -186,13 +180,20 @@ def _ways_to_a_stock_browser(settings: Settings) -> Iterator[Way]:
     yield Way(f"python -m playwright install {name}", (download,))
     if not _has_apt():
         return
-    if find(settings) is not None:  # it is there and does not start: most often libraries are missing
+    if _is_there(settings):  # and does not start: most often libraries are missing
         libraries = Step((*playwright, "install-deps", name), UNPACK)
         yield Way(f"python -m playwright install-deps {name}", (libraries,))
     if settings.engine is EngineName.chromium and settings.channel is None:
         if shell:
             yield _apt("chromium-headless-shell")
         yield _apt("chromium")
+
+
+def _is_there(settings: Settings) -> bool:
+    try:
+        return find(settings) is not None
+    except EngineMissing:
+        return False
 
 
 def _has_apt() -> bool:

@@ -6,8 +6,9 @@ overlaps the first attempt, and whoever filters on TimeLimitExceeded no longer s
 can take longer than that. Here the worker thread waits for the cleanup within a budget of ours, and the
 interrupt is raised as it came.
 
-The thread and the loop's life are anyio's portal. The work itself runs in plain asyncio tasks, not in the
-portal's: anyio cancels by level, so every `await` of a cleanup would be cancelled again; asyncio cancels once.
+Plain asyncio, not anyio's portal: anyio cancels by level, so every `await` of a cleanup would be cancelled again,
+where asyncio cancels once. A portal is also ended without a bound, and by the exit of a forked child, which then
+waits for ever for a thread that it does not have.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Generic, TypeVar
 
-from anyio.from_thread import BlockingPortal, start_blocking_portal
 from dramatiq.middleware import Interrupt, Shutdown
 
 from asyncworker.errors import ForkedBrowser
@@ -46,10 +46,10 @@ class LoopThread:
     def __init__(self, *, cleanup_timeout_ms: int) -> None:
         self._cleanup_timeout_ms = cleanup_timeout_ms
         self._pid = os.getpid()
-        self._exits = contextlib.ExitStack()
-        self._portal: BlockingPortal | None = None
+        self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._running: set[asyncio.Task[Any]] = set()
+        self._stopping: asyncio.Event | None = None
+        self._running: set[_Work[Any]] = set()
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -64,36 +64,56 @@ class LoopThread:
                 f"the loop thread of process {self._pid} does not exist in its fork {os.getpid()}; start children "
                 "with the `spawn` method"
             )
-        if self._loop is None:
+        if self._loop is None or self._loop.is_closed():
             raise RuntimeError("the loop thread is not running: actors run in a worker, after its boot")
         return self._loop
 
     def start(self, *, timeout: float | None = None) -> None:
-        """Start the thread. `timeout` is Dramatiq's, in seconds, and not needed: starting waits for no one."""
-        self._portal = self._exits.enter_context(start_blocking_portal("asyncio", name="asyncworker-loop"))
-        self._loop = self._portal.call(_running_loop)
+        """Start the thread. `timeout` is Dramatiq's, in seconds, and not needed: starting waits for no one.
+
+        Raises:
+            RuntimeError: When it is running already.
+        """
+        if self._loop is not None and os.getpid() == self._pid:
+            raise RuntimeError("the loop thread is running already; stop() it first")
+        self._pid = os.getpid()
+        self._running.clear()
+        self._stopping = asyncio.Event()
+        started: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
+        # A daemon, so that code that ignores its cancellation cannot keep the process from ending.
+        self._thread = threading.Thread(
+            target=_live, args=(self._stopping, started), name="asyncworker-loop", daemon=True
+        )
+        self._thread.start()
+        self._loop = started.result()
 
     def run_coroutine(self, coro: Coroutine[Any, Any, R]) -> R:
         """Run `coro` on the loop and wait for it here; called by Dramatiq in a worker thread.
 
         When the thread is interrupted (time limit, shutdown), the coroutine is cancelled once, its cleanup runs
         to its end or to the budget's, and then the interrupt is raised.
+
+        Raises:
+            Shutdown: When the coroutine was cancelled by `drain` or `stop`.
+            RuntimeError: On the loop's own thread, where this would wait for itself.
         """
+        work: _Work[R] | None = None
         try:
-            loop = self.loop
-        except BaseException:
-            coro.close()
-            raise
-        work = _Work(coro)
-        try:
-            loop.call_soon_threadsafe(work.start, self._running)
-            while not work.done.wait(INTERRUPT_CHECK_S):
+            work = _Work(coro, self._foreign_loop(), self._running)
+            work.begin()
+            while not work.wait(INTERRUPT_CHECK_S):
                 pass
         except Interrupt:
-            loop.call_soon_threadsafe(work.cancel)
-            self._await_cleanup(loop, work)
+            if work is not None:
+                self._await_cleanup(work)
             raise
-        return work.result()
+        finally:
+            if work is None or not work.begun:
+                coro.close()
+        try:
+            return work.result()
+        finally:
+            del work  # an exception from there holds this frame, and the frame would hold the exception
 
     def call(self, coro: Coroutine[Any, Any, R], *, timeout_ms: int) -> R:
         """Run the runtime's own work on the loop from another thread, bounded.
@@ -101,10 +121,15 @@ class LoopThread:
         Raises:
             TimeoutError: When it took longer; it is cancelled then.
         """
-        future = asyncio.run_coroutine_threadsafe(coro, self.loop)
+        try:
+            loop = self._foreign_loop()
+        except BaseException:
+            coro.close()
+            raise
+        future = asyncio.run_coroutine_threadsafe(coro, loop)
         try:
             return future.result(timeout_ms / 1000)
-        except concurrent.futures.TimeoutError:
+        except TimeoutError:
             future.cancel()
             raise
 
@@ -117,74 +142,195 @@ class LoopThread:
         return self.call(self._drain(timeout_ms), timeout_ms=timeout_ms + self._cleanup_timeout_ms + 5_000)
 
     def stop(self) -> None:
-        """End the loop and its thread; what still runs on it is cancelled."""
-        portal, self._portal, self._loop = self._portal, None, None
-        if portal is not None:
-            self._exits.close()
+        """End the loop and its thread; what still runs on it is cancelled.
+
+        Waits for its cleanup, but not for ever: a thread whose code ignores that is left to end with the process.
+        """
+        loop, thread, stopping = self._loop, self._thread, self._stopping
+        self._loop = self._thread = self._stopping = None
+        if loop is None or thread is None or stopping is None or os.getpid() != self._pid:
+            return
+        for work in tuple(self._running):
+            work.shut_down = True
+        with contextlib.suppress(RuntimeError):  # it has ended already
+            loop.call_soon_threadsafe(stopping.set)
+        thread.join(self._cleanup_timeout_ms / 1000)
+        if thread.is_alive():
+            logger.error(
+                "the loop did not end in %d ms (ASYNCWORKER_CLEANUP_TIMEOUT_MS): code on it ignores its cancellation",
+                self._cleanup_timeout_ms,
+            )
 
     def join(self) -> None:
         """Nothing is left to join after `stop`; here because Dramatiq's interface has it."""
 
+    def _foreign_loop(self) -> asyncio.AbstractEventLoop:
+        """The loop, for a thread that is not its own."""
+        loop = self.loop
+        if loop is _loop_of_this_thread():
+            raise RuntimeError(
+                "an async actor was called like a function by code on the loop, which would wait for itself for "
+                "ever; send() it a message, or await its function"
+            )
+        return loop
+
     async def _drain(self, timeout_ms: int) -> int:
-        if not self._running:
-            return 0
-        _, late = await asyncio.wait(set(self._running), timeout=timeout_ms / 1000)
-        for task in late:
-            task.cancel()
+        late = await _ended_within(timeout_ms, tuple(self._running))
+        for work in late:
+            work.shut_down = True
+            work.insist()
         if late:
             logger.warning("%d attempts were still running after %d ms and are cancelled", len(late), timeout_ms)
-            _, late = await asyncio.wait(late, timeout=self._cleanup_timeout_ms / 1000)
+            late = await _ended_within(self._cleanup_timeout_ms, late)
         return len(late)
 
-    def _await_cleanup(self, loop: asyncio.AbstractEventLoop, work: _Work[Any]) -> None:
+    def _await_cleanup(self, work: _Work[Any]) -> None:
         """Wait until the cancelled work has ended; a further interrupt of this thread changes nothing."""
-        deadline = time.monotonic() + self._cleanup_timeout_ms / 1000
-        insisted = False
-        while not work.done.is_set():
+        budget_s = self._cleanup_timeout_ms / 1000
+        cancellations, deadline = 1, time.monotonic() + budget_s
+        while True:
             try:
-                if work.done.wait(INTERRUPT_CHECK_S) or time.monotonic() < deadline:
+                work.cancel(cancellations)
+                if work.wait(INTERRUPT_CHECK_S):
+                    return
+                if time.monotonic() < deadline:
                     continue
+                if cancellations == 2:
+                    logger.error("the code ignored two cancellations; it is left running and its slot is free again")
+                    return
+                cancellations, deadline = 2, deadline + budget_s
+                logger.error(
+                    "the cleanup did not end in %d ms (ASYNCWORKER_CLEANUP_TIMEOUT_MS); cancelling it too",
+                    self._cleanup_timeout_ms,
+                )
             except Interrupt:
                 continue
-            if insisted:
-                logger.error("the code ignored two cancellations; it is left running and its slot is free again")
-                return
-            logger.error(
-                "the cleanup did not end in %d ms (ASYNCWORKER_CLEANUP_TIMEOUT_MS); cancelling it too",
-                self._cleanup_timeout_ms,
-            )
-            insisted, deadline = True, deadline + self._cleanup_timeout_ms / 1000
-            loop.call_soon_threadsafe(work.cancel)
 
 
 class _Work(Generic[R]):
-    """One coroutine on the loop, awaited by a thread."""
+    """One coroutine on the loop, awaited by a thread.
 
-    def __init__(self, coro: Coroutine[Any, Any, R]) -> None:
-        self.done = threading.Event()
+    The thread waits on a bare lock. An Event or a Future waits in Python code, which an interrupt may leave half
+    way: with its own lock held, on which the loop would then block for ever.
+    """
+
+    def __init__(self, coro: Coroutine[Any, Any, R], loop: asyncio.AbstractEventLoop, running: set[_Work[Any]]) -> None:
+        self.begun = False
+        self.shut_down = False  # cancelled because the worker ends, not by its own code
+        self.task: asyncio.Task[None] | None = None
         self._coro = coro
-        self._task: asyncio.Task[R] | None = None
+        self._loop = loop
+        self._running = running
+        self._cancellations = 0
+        self._ended = False
+        self._latch = threading.Lock()
+        self._latch.acquire()  # released when the work has ended
+        self._returned: list[R] = []
+        self._exits: list[BaseException] = []
 
-    def start(self, running: set[asyncio.Task[Any]]) -> None:
-        if self.done.is_set():  # interrupted before the loop came to it
-            return
-        self._task = asyncio.get_running_loop().create_task(self._coro)
-        running.add(self._task)
-        self._task.add_done_callback(running.discard)
-        self._task.add_done_callback(lambda _: self.done.set())
+    def begin(self) -> None:
+        """Have the loop start it; from the waiting thread."""
+        self.begun = True
+        try:
+            self._loop.call_soon_threadsafe(self._start)
+        except RuntimeError:  # the loop has ended meanwhile
+            self.begun = False
+            raise
 
-    def cancel(self) -> None:
-        if self._task is None:
+    def wait(self, seconds: float) -> bool:
+        """Wait a while, from the waiting thread; True when it has ended, or its loop has."""
+        if not self._ended:
+            self._latch.acquire(timeout=seconds)
+        if not self._ended and self._loop.is_closed():  # it ended before it came to this
             self._coro.close()
-            self.done.set()
+            self._ended = True
+        return self._ended
+
+    def cancel(self, times: int) -> None:
+        """Have it cancelled for the n-th time, from the waiting thread; saying so again changes nothing."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile, and with it the work
+            self._loop.call_soon_threadsafe(self._cancel, times)
+
+    def insist(self) -> None:
+        """Cancel it once more, on the loop."""
+        self._cancel(self._cancellations + 1)
+
+    def _cancel(self, times: int) -> None:
+        if self._ended or times <= self._cancellations:
+            return
+        self._cancellations = times
+        if self.task is None:
+            self._end(None)
         else:
-            self._task.cancel()
+            self.task.cancel()
 
     def result(self) -> R:
-        if self._task is None or self._task.cancelled():
-            raise Shutdown("the worker process is shutting down")
-        return self._task.result()
+        """What the code returned; what it raised, as it is."""
+        try:
+            if self.task is None or not self.task.done() or (self.task.cancelled() and self.shut_down):
+                raise Shutdown("the worker process is shutting down")
+            self.task.result()
+            if self._exits:
+                raise self._exits.pop()
+            return self._returned.pop()
+        finally:
+            del self  # an exception from here holds this frame, and the frame would hold the exception
+
+    def _start(self) -> None:
+        if self._ended:  # interrupted before the loop came to it
+            return
+        self.task = self._loop.create_task(_kept(self._coro, self._returned, self._exits))
+        self._running.add(self)
+        self.task.add_done_callback(self._end)
+
+    def _end(self, _: asyncio.Task[None] | None) -> None:
+        self._coro.close()  # cancelled before it began, it would complain that no one awaited it
+        self._running.discard(self)
+        self._ended = True
+        self._latch.release()
 
 
-async def _running_loop() -> asyncio.AbstractEventLoop:
-    return asyncio.get_running_loop()
+def _loop_of_this_thread() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+async def _kept(coro: Coroutine[Any, Any, R], returned: list[R], exits: list[BaseException]) -> None:
+    """Run `coro` and keep what it returned; what it raised is its task's, unless that would end the loop.
+
+    No method: the frame of one would hold the task that holds the exception that holds the frame.
+    """
+    try:
+        returned.append(await coro)
+    except (SystemExit, KeyboardInterrupt) as error:  # asyncio would end the loop, and every other attempt with it
+        exits.append(error)
+
+
+async def _ended_within(timeout_ms: int, works: tuple[_Work[Any], ...]) -> tuple[_Work[Any], ...]:
+    """Wait for them; returns those that have not ended."""
+    tasks = {work.task: work for work in works if work.task is not None}
+    if not tasks:
+        return ()
+    _, late = await asyncio.wait(tasks, timeout=timeout_ms / 1000)
+    return tuple(tasks[task] for task in late)
+
+
+def _live(stopping: asyncio.Event, started: concurrent.futures.Future[asyncio.AbstractEventLoop]) -> None:
+    """The loop's life, in its thread. What else runs on it when it shall stop is cancelled by asyncio."""
+
+    async def until_stopped() -> None:
+        started.set_result(asyncio.get_running_loop())
+        await stopping.wait()
+
+    main = until_stopped()
+    try:
+        asyncio.run(main)
+    except BaseException as error:
+        if started.done():
+            logger.critical("the loop has ended; no actor runs in this process any more: restart it", exc_info=True)
+        else:
+            started.set_exception(error)
+    finally:
+        main.close()  # a loop that could not be made has not come to it

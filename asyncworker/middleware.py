@@ -49,6 +49,7 @@ from asyncworker.engines import Engine
 from asyncworker.errors import AsyncworkerError, BrowserCrashed, EngineError, PageCrashed, RefusedMessage
 from asyncworker.ledger import Ledger, Outcome, Row
 from asyncworker.loop import LoopThread
+from asyncworker.patience import patiently
 from asyncworker.runtime import Attempt, Runtime, current_attempt, set_runtime
 from asyncworker.settings import DEFAULT_SLOTS, Settings
 
@@ -63,6 +64,9 @@ IDENTITY_OPTION = "identity"
 #: A message whose browser died is run again this soon, doubled each time, this often; then it uses up retries.
 CRASH_BACKOFF_MS = 250
 MAX_CRASHES = 5
+
+#: An interrupted message is run again after this: threads of the stopping worker still take what is there at once.
+AFTER_SHUTDOWN_MS = 3_000
 
 #: How long the boot may ask for the engine before it goes on.
 CHECK_TIMEOUT_MS = 10_000
@@ -107,25 +111,31 @@ class Retries(DramatiqRetries):
             logger.error("message %s is dead-lettered: %s", message.message_id, exception)
             message.fail()
             return
-        if isinstance(exception, BrowserCrashed | PageCrashed) and self._may_crash_again(broker, message, exception):
-            self._enqueue_after_crash(broker, message)
+        if self._is_innocent(broker, message, exception):
+            self._enqueue_again(broker, message, interrupted=isinstance(exception, Shutdown))
         else:
             super().after_process_message(broker, message, result=result, exception=exception)
         if exception is not None and not message.failed:
             _emit(broker, "after_retry_message", message, exception=exception)
 
-    def _may_crash_again(self, broker: Broker, message: MessageProxy, exception: BaseException) -> bool:
-        """A crash is not the code's failure, so it uses up no retry, unless the actor wants none at all."""
+    def _is_innocent(self, broker: Broker, message: MessageProxy, exception: BaseException | None) -> bool:
+        """A crash or a shutdown is not the code's failure and uses up no retry, unless the actor wants none at all."""
         options = broker.get_actor(message.actor_name).options
         throws = message.options.get("throws") or options.get("throws")
         max_retries = message.options.get("max_retries", options.get("max_retries", self.max_retries))
-        wanted = max_retries != 0 and not (throws and isinstance(exception, throws))
-        return wanted and message.options.get("crashes", 0) < MAX_CRASHES
+        if max_retries == 0 or (throws and isinstance(exception, throws)):
+            return False
+        if isinstance(exception, Shutdown):
+            return True
+        return isinstance(exception, BrowserCrashed | PageCrashed) and message.options.get("crashes", 0) < MAX_CRASHES
 
-    def _enqueue_after_crash(self, broker: Broker, message: MessageProxy) -> None:
-        crashes = message.options["crashes"] = message.options.get("crashes", 0) + 1
-        delay_ms = CRASH_BACKOFF_MS * 2 ** (crashes - 1)
-        logger.info("message %s lost its browser; it is run again in %d ms", message.message_id, delay_ms)
+    def _enqueue_again(self, broker: Broker, message: MessageProxy, *, interrupted: bool) -> None:
+        if interrupted:
+            delay_ms = AFTER_SHUTDOWN_MS
+        else:
+            crashes = message.options["crashes"] = message.options.get("crashes", 0) + 1
+            delay_ms = CRASH_BACKOFF_MS * 2 ** (crashes - 1)
+        logger.info("message %s is run again in %d ms; it used up no retry", message.message_id, delay_ms)
         broker.enqueue(message, delay=delay_ms)  # type: ignore[arg-type]  # as Dramatiq does: a proxy of a Message
 
 
@@ -295,8 +305,10 @@ class BrowserMiddleware(Middleware):
             opened_ms=_now_ms(),
         )
         running = self._thread.running = _Running(row, recorded=False)
-        current_attempt.set(_attempt(row, limit_ms))
-        running.row, running.recorded = self.ledger.open(row), True
+        try:
+            running.row, running.recorded = self.ledger.open(row), True
+        except redis.RedisError as error:
+            logger.warning("attempt of message %s is not in the ledger: %s", row.message_id, error)
         current_attempt.set(_attempt(running.row, limit_ms))
 
     def after_process_message(
@@ -332,7 +344,7 @@ class BrowserMiddleware(Middleware):
             row.took_ms,
         )
         if running.recorded:
-            self.ledger.close(row)
+            patiently(lambda: self.ledger.close(row), "close the row of an attempt")
         if self._runtime is not None:
             self._record_counts(self._runtime)
 

@@ -127,8 +127,11 @@ class Hosts:
         return objection
 
     def objection_to_answer(self, address: str) -> str | None:
-        """What is wrong with the address that answered a request."""
-        kind = self._kind(address)
+        """What is wrong with the address that answered a request; Chromium writes one of IPv6 in brackets."""
+        try:
+            kind = self._kind(address.strip("[]"))
+        except ValueError:
+            kind = "no address that can be read"
         return f"{address} answered: {kind}" if kind else None
 
 
@@ -136,14 +139,11 @@ def _spelt_out(host: str) -> list[str] | None:
     """The address that a host *is*, in any spelling that browsers take: 127.1, 0x7f000001, 2130706433, ::1."""
     if host == "localhost" or host.endswith(".localhost"):
         return ["127.0.0.1"]  # browsers do not ask for these names
-    try:
+    with contextlib.suppress(ValueError):
         return [str(ipaddress.ip_address(host.partition("%")[0]))]
-    except ValueError:
-        pass
-    try:
+    with contextlib.suppress(OSError, UnicodeError):
         return [socket.inet_ntoa(socket.inet_aton(host))]
-    except (OSError, UnicodeError):
-        return None
+    return None
 
 
 @contextlib.asynccontextmanager
@@ -155,9 +155,10 @@ async def deny_private(
     Enter it before `page.goto(url)`, on a page that is still empty, and leave it with the result in hand. It
     costs a round trip for every request of the page, and these hold:
 
-    - The result never holds what a private host said. Each response's address, as the browser met it, is
-      looked at, whatever a name resolved to here (so a rebinding name is found), over redirects, frames, workers,
-      popups and web sockets; the first private one ends the block with `UrlRefused`.
+    - The result never holds what a private host said. Of each response the address is looked at that the browser
+      met, whatever the name resolved to here (so a rebinding name is found): over redirects, of frames, workers
+      and popups. The first private one ends the block with `UrlRefused`. A web socket has no address to look at:
+      its name is judged, so a rebinding one is not found.
     - The page itself is never a private one: neither `url`, nor where it redirects to, nor where its script
       goes next. `UrlRefused`, too.
     - Other requests of the page to private hosts are blocked, and the page goes on without them: public sites
@@ -165,9 +166,11 @@ async def deny_private(
 
     What can still *reach* a private host, unanswered as far as the result goes: with engines other than
     Chromium, a redirect's further hops; with Chromium, requests of popups; with any, a name that changes its
-    address in between, and the opening of a web socket. With a proxy (`proxied`) the addresses are the
-    proxy's: URLs are then judged by their names as they resolve here, and a rebinding name is not found.
-    Service workers, shared workers and WebTransport are not there for the page: browsers do not report what they fetch.
+    address in between, and the opening of a connection or a web socket. With a proxy (`proxied`) the addresses
+    are the proxy's: URLs are then judged by their names as they resolve here, and a rebinding name is not found.
+
+    Browsers do not report what service workers, shared workers and WebTransport fetch, so the page has none of
+    them. WebRTC and a worker's WebTransport are not looked at: they speak to servers made for them only.
 
     The blocks stay when this one ends, until the context is closed.
 
@@ -323,7 +326,7 @@ async def _address(response: Response) -> str | None:
         server = await response.server_addr()
     except Exception:  # noqa: BLE001 -- each library has its own Error
         return None
-    return server["ipAddress"] if server is not None else None
+    return (server["ipAddress"] or None) if server is not None else None
 
 
 def _refusal(url: str, objection: str, *, start: str) -> UrlRefused:

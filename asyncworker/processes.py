@@ -3,17 +3,19 @@
 Every driver and browser is started with a token in its environment. The token says which process launched it
 and when that process was born, so that anyone on the host, also the next worker, can tell what is left over
 from a dead one. A browser's helpers may overwrite their own environment (Chromium's zygotes do), so a token
-stands for the whole session (setsid) of the process that carries it.
+stands for the whole session (setsid) of the process that carries it, unless that is the session of the worker
+itself: a browser that was started without a session of its own shares it with all workers and a user's shell.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import psutil
@@ -21,12 +23,16 @@ import psutil
 #: The variable that carries the token. It does not start with ASYNCWORKER_: it is no setting.
 VARIABLE = "_ASYNCWORKER_TOKEN"
 
+# Anyone may have put anything there: a number that no int() takes must not end a sweep.
+_FORM = re.compile(r"(\w+)\.(\d{1,18})\.(\d{1,18})\.(\w+)\.(\w+)\.(\d{1,18})", re.ASCII)
+
 
 @dataclass(frozen=True)
 class Token:
     """Who launched a process: written into its environment as text.
 
-    `pid` counts only within `namespace`: the same number is another process in another container.
+    `pid` counts only within `namespace`: the same number is another process in another container. `session` is
+    the owner's own, which no launch has to itself.
     """
 
     namespace: str
@@ -34,17 +40,19 @@ class Token:
     born: int
     launch: str
     role: str = "browser"  # or "driver"
+    session: int = 0
 
     def __str__(self) -> str:
-        return f"{self.namespace}.{self.pid}.{self.born}.{self.launch}.{self.role}"
+        return f"{self.namespace}.{self.pid}.{self.born}.{self.launch}.{self.role}.{self.session}"
 
     @classmethod
     def parse(cls, text: str) -> Token | None:
         """The token in `text`; None when it is none of ours."""
-        match text.split("."):
-            case [namespace, pid, born, launch, role] if pid.isdigit() and born.isdigit():
-                return cls(namespace, int(pid), int(born), launch, role)
-        return None
+        parts = _FORM.fullmatch(text)
+        if parts is None:
+            return None
+        namespace, pid, born, launch, role, session = parts.groups()
+        return cls(namespace, int(pid), int(born), launch, role, int(session))
 
     def owner_is_gone(self) -> bool:
         """True when the process that launched this one is known to be dead.
@@ -63,7 +71,7 @@ class Token:
 def new_token(role: str = "browser") -> Token:
     """A token for one launch by this process."""
     me = psutil.Process()
-    return Token(_namespace(), me.pid, _born(me), secrets.token_hex(8), role)
+    return Token(_namespace(), me.pid, _born(me), secrets.token_hex(8), role, os.getsid(0))
 
 
 def tokens(wanted: Callable[[Token], bool]) -> set[Token]:
@@ -72,22 +80,11 @@ def tokens(wanted: Callable[[Token], bool]) -> set[Token]:
 
 
 def carriers(wanted: Callable[[Token], bool]) -> list[psutil.Process]:
-    """All live processes that stand under a wanted token: carriers, and whoever shares their session."""
-    mine = os.getsid(0)
-    found: dict[int, psutil.Process] = {}
-    sessions: set[int] = set()
-    others: list[tuple[int, psutil.Process]] = []
-    for process, token in _processes():
-        session = _session_of(process.pid)
-        if token is not None and wanted(token):
-            found[process.pid] = process
-            sessions.add(session)
-        else:
-            others.append((session, process))
-    sessions -= {mine, -1}
-    found.update({process.pid: process for session, process in others if session in sessions})
-    found.pop(os.getpid(), None)
-    return list(found.values())
+    """All live processes that stand under a wanted token: carriers, and whoever shares a launch's own session.
+
+    Never this process, nor what stands under the token that it has itself inherited.
+    """
+    return _standing_under(wanted, set())
 
 
 def kill(wanted: Callable[[Token], bool], *, timeout_ms: int = 5_000) -> int:
@@ -98,14 +95,21 @@ def kill(wanted: Callable[[Token], bool], *, timeout_ms: int = 5_000) -> int:
     """
     deadline = time.monotonic() + timeout_ms / 1000
     killed: set[int] = set()
-    while living := [process for process in carriers(wanted) if _lives(process)]:
+    out_of_reach: set[int] = set()
+    sessions: set[int] = set()  # kept over the rounds: what is forked late may be the only one left in its session
+    while living := [one for one in _standing_under(wanted, sessions) if one.pid not in out_of_reach and _lives(one)]:
+        parents = {process: _parent_of(process) for process in living}
         for process in living:
             try:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
+            except psutil.AccessDenied:  # another user's, such as a setuid helper
+                out_of_reach.add(process.pid)
+                continue
             killed.add(process.pid)
-        psutil.wait_procs(living, timeout=0.2)
+        _wait_until_dead([process for process in living if process.pid not in out_of_reach], timeout_ms=200)
+        _reap_adopted(parents)
         if time.monotonic() >= deadline:
             break
     return len(killed)
@@ -131,11 +135,56 @@ def lives(pid: int) -> bool:
 
 def _processes() -> Iterator[tuple[psutil.Process, Token | None]]:
     for process in psutil.process_iter():
-        try:
-            text = process.environ().get(VARIABLE)
-        except (psutil.Error, OSError):
-            text = None
-        yield process, Token.parse(text) if text else None
+        yield process, _token_of(process)
+
+
+def _token_of(process: psutil.Process) -> Token | None:
+    try:
+        text = process.environ().get(VARIABLE)
+    except (psutil.Error, OSError):
+        return None
+    return Token.parse(text) if text else None
+
+
+def _standing_under(wanted: Callable[[Token], bool], sessions: set[int]) -> list[psutil.Process]:
+    """Carriers, and the members of `sessions`, to which the carriers' own ones are added."""
+    inherited = _token_of(psutil.Process())
+    found: dict[int, psutil.Process] = {}
+    others: list[tuple[int, psutil.Process]] = []
+    for process, token in _processes():
+        session = _session_of(process.pid)
+        if token is not None and token != inherited and wanted(token):
+            found[process.pid] = process
+            if session != token.session:
+                sessions.add(session)
+        else:
+            others.append((session, process))
+    sessions -= {os.getsid(0), -1}
+    found.update({process.pid: process for session, process in others if session in sessions})
+    found.pop(os.getpid(), None)
+    return list(found.values())
+
+
+def _wait_until_dead(condemned: Iterable[psutil.Process], *, timeout_ms: int) -> None:
+    """Wait, and leave the exit status to whoever started the process: psutil's own wait would take it away."""
+    deadline = time.monotonic() + timeout_ms / 1000
+    while any(_lives(process) for process in condemned) and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def _reap_adopted(parents: dict[psutil.Process, int]) -> None:
+    """Reap the dead that became this process's children with their parents' death: it is then an init."""
+    for process, parent in parents.items():
+        if parent != os.getpid() and _parent_of(process) == os.getpid():
+            with suppress(ChildProcessError):
+                os.waitpid(process.pid, os.WNOHANG)
+
+
+def _parent_of(process: psutil.Process) -> int:
+    try:
+        return process.ppid()
+    except psutil.NoSuchProcess:
+        return 0
 
 
 def _session_of(pid: int) -> int:
@@ -162,14 +211,9 @@ def _born(process: psutil.Process) -> int:
         return round(process.create_time() * 1000)
 
 
-@cache
-def _namespace_of(pid: int) -> str:
+def _namespace() -> str:
     try:
         link = str(Path("/proc/self/ns/pid").readlink())
     except OSError:  # no such thing outside Linux
         return "host"
     return "".join(character for character in link if character.isdigit()) or "host"
-
-
-def _namespace() -> str:
-    return _namespace_of(os.getpid())

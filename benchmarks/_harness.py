@@ -1,46 +1,27 @@
-"""What every benchmark shares: its options, its report, and the processes and files that it leaves behind none of.
+"""What every benchmark shares: its options, its report, and how busy the machine was.
 
-A script in this folder has a function `measure(options) -> Report` and hands it to `main`, which prints a table,
-or with `--json` one JSON object whose key `ok` says whether every required figure was met; the exit code is 0 then,
-and 1 otherwise, also when the measuring itself failed (key `error`).
+A script in this folder has a function `measure(options) -> Report`, and `run(argv)`, which hands it to `main`. That
+prints a table, or with `--json` one JSON object whose key `ok` says whether every required figure was met; the exit
+code is 0 then, and 1 otherwise, also when the measuring itself failed (key `error`).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import operator
 import os
 import platform
-import secrets
-import shutil
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import psutil
 from rich.console import Console
 from rich.table import Table
-
-from asyncworker import embedded
-from asyncworker.settings import child_environment
-
-#: Carried by every process of a run, so that what outlives its parent is still found, and nothing else is.
-RUN_VARIABLE = "_BENCHMARK_RUN"
-
-#: The line by which Dramatiq says that a worker process has booted.
-READY = "Worker process is ready for action."
-
-BOOT_TIMEOUT_MS = 60_000
-STOP_TIMEOUT_MS = 30_000
 
 _HOLDS: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, "<": operator.lt, "==": operator.eq}
 
@@ -92,7 +73,7 @@ class Report:
         return {"ok": self.ok, "checks": checks, **self.figures, "machine": self.noise}
 
     def show(self) -> None:
-        console = Console()
+        console = Console(width=None if sys.stdout.isatty() else 120)
         console.print(self.table)
         for check in self.checks:
             mark = "[green]ok  [/green]" if check.ok else "[red]FAIL[/red]"
@@ -157,8 +138,8 @@ def main(
     parser.add_argument("--quick", action="store_true", help="be done in less than 50 s; the figures are noisier")
     add_options(parser)
     options = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, _interrupted)
     noise = Noise()
+    terminated = signal.signal(signal.SIGTERM, _interrupted)
     try:
         report = measure(options)
     except KeyboardInterrupt:
@@ -166,6 +147,8 @@ def main(
         return 130
     except Exception as error:  # noqa: BLE001 -- a benchmark that fails has failed its requirement
         return _failed(error, as_json=options.json)
+    finally:
+        signal.signal(signal.SIGTERM, terminated)
     report.noise = noise.facts()
     if options.json:
         print(json.dumps(report.as_json(), indent=2))
@@ -190,166 +173,3 @@ def _interrupted(*_: object) -> NoReturn:
 def say(text: str) -> None:
     """Tell the person who waits; stdout belongs to the result."""
     print(text, file=sys.stderr, flush=True)
-
-
-def within(timeout_ms: float, fact: Callable[[], bool], otherwise: Callable[[], str]) -> None:
-    """Wait until `fact()` is true.
-
-    Raises:
-        TimeoutError: When it is not within `timeout_ms`; with what `otherwise()` says.
-    """
-    deadline = time.monotonic() + timeout_ms / 1000
-    while not fact():
-        if time.monotonic() >= deadline:
-            raise TimeoutError(otherwise())
-        time.sleep(0.01)
-
-
-class Child:
-    """A process of a run, in a session of its own: a Ctrl-C at the terminal reaches the script alone."""
-
-    def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path) -> None:
-        self.name = name
-        self.process = process
-        self.log = log
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def tell(self, line: str) -> None:
-        """Write one line to its stdin."""
-        stdin = self._pipe(self.process.stdin)
-        stdin.write(f"{line}\n".encode())
-        stdin.flush()
-
-    def answer(self) -> str:
-        """Read one line of its stdout.
-
-        Raises:
-            RuntimeError: When it ended instead; with the end of its log.
-        """
-        line = self._pipe(self.process.stdout).readline()
-        if not line:
-            raise RuntimeError(f"{self.name} ended: {self.log_end()}")
-        return line.decode().rstrip("\n")
-
-    def await_ready(self) -> None:
-        """Wait until a Dramatiq worker has booted.
-
-        Raises:
-            RuntimeError: When it ended instead.
-            TimeoutError: When it did neither.
-        """
-        within(
-            BOOT_TIMEOUT_MS,
-            lambda: READY in self.log.read_text() or self.process.poll() is not None,
-            lambda: f"{self.name} did not boot within {BOOT_TIMEOUT_MS} ms: {self.log_end()}",
-        )
-        if self.process.poll() is not None:
-            raise RuntimeError(f"{self.name} ended: {self.log_end()}")
-
-    def cpu_s(self) -> float:
-        """The CPU time of its whole tree so far, with what has ended and was reaped."""
-        spent = 0.0
-        me = psutil.Process(self.pid)
-        for process in (me, *me.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                times = process.cpu_times()
-                spent += times.user + times.system + times.children_user + times.children_system
-        return spent
-
-    def stop(self) -> None:
-        """Let it end by itself (its stdin ends, SIGTERM), or kill it."""
-        if self.process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self.process.stdin.close()
-        else:
-            self.process.terminate()
-        try:
-            self.process.wait(STOP_TIMEOUT_MS / 1000)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
-
-    def log_end(self) -> str:
-        return self.log.read_text(errors="replace")[-2_000:]
-
-    def _pipe(self, pipe: IO[bytes] | None) -> IO[bytes]:
-        if pipe is None:
-            raise ValueError(f"{self.name} was started without pipes")
-        return pipe
-
-
-class Workshop:
-    """A temporary directory, an embedded Valkey in it, and the processes of one run; made by `workshop()`.
-
-    Attributes:
-        folder: The processes' working directory.
-        state_dir: The embedded Valkey's.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.state_dir = folder / "state"
-        self.socket = embedded.socket_path(self.state_dir)
-        self._run = secrets.token_hex(8)
-        self._children: list[Child] = []
-
-    def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
-        """This process's environment without its ASYNCWORKER_ settings, with the run's own and `variables`."""
-        own = {RUN_VARIABLE: self._run, "ASYNCWORKER_STATE_DIR": str(self.state_dir)}
-        return child_environment(**own, **variables)
-
-    def start(self, name: str, *command: str, variables: Mapping[str, str] = {}, pipes: bool = False) -> Child:
-        """Start a process; with `pipes`, to be talked to line by line."""
-        log = self.folder / f"{name}.log"
-        with log.open("wb") as stderr:
-            process = subprocess.Popen(
-                command,
-                cwd=self.folder,
-                env=self.environment(variables),
-                stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if pipes else stderr,
-                stderr=stderr,
-                start_new_session=True,
-            )
-        child = Child(name, process, log)
-        self._children.append(child)
-        return child
-
-    def stop(self, child: Child) -> None:
-        """Stop one process before the others."""
-        child.stop()
-        self._children.remove(child)
-
-    def close(self) -> None:
-        """Stop everything: the processes, the server, and what they may have left behind."""
-        for child in reversed(self._children):
-            child.stop()
-        embedded.stop(self.state_dir)
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get(RUN_VARIABLE) == self._run:
-                    process.kill()
-
-
-@contextlib.contextmanager
-def workshop() -> Iterator[Workshop]:
-    """A place to measure in, of which nothing is left: no process, no file."""
-    folder = Path(tempfile.mkdtemp(prefix="asyncworker-benchmark-"))
-    place = Workshop(folder)
-    try:
-        yield place
-    finally:
-        try:
-            place.close()
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def script(name: str) -> str:
-    """The path of a program that is installed beside this interpreter, such as `dramatiq`."""
-    return str(Path(sys.executable).with_name(name))

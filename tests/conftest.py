@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.resource_tracker
 import os
 import secrets
@@ -96,7 +97,10 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
     deadline = time.monotonic() + LEFTOVERS_TIMEOUT_S
     while left := {one: what for one, what in _ours().items() if one not in before}:
         if time.monotonic() >= deadline:
-            pytest.fail(f"{len(left)} processes are left over:\n" + "\n".join(left.values()), pytrace=False)
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            pytest.fail(f"{len(left)} processes were left over:\n" + "\n".join(left.values()), pytrace=False)
         time.sleep(0.05)
 
 
@@ -120,6 +124,6 @@ def _marked() -> Iterator[psutil.Process]:
 
 def _described(process: psutil.Process) -> str:
     try:
-        return f"  {process.pid} ({process.status()}) {' '.join(process.cmdline())[:200]}"
-    except psutil.Error:
-        return f"  {process.pid} (gone meanwhile)"
+        return f"  {process.pid} ({process.status()}, {process.name()}) {' '.join(process.cmdline())[:200]}"
+    except psutil.Error as error:
+        return f"  {process.pid} ({type(error).__name__})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +119,7 @@ class PlaywrightEngine:
         except Exception as error:
             await asyncio.to_thread(processes.kill_launch, token)
             raise LaunchFailed(
-                f"{self.name} did not start: {_first_lines(error)}; run `asyncworker doctor`",
+                f"{self.name} did not start: {own_words(error)}; run `asyncworker doctor`",
                 engine=self.name,
             ) from error
         return PlaywrightBrowser(browser, driver, token)
@@ -134,7 +135,15 @@ class PlaywrightEngine:
     async def _running_driver(self) -> Driver:
         async with self._starting:
             if self._driver is None or self._driver.lost:
-                self._driver = await Driver.start()
+                limit_ms = self._settings.launch_timeout_ms
+                try:
+                    self._driver = await asyncio.wait_for(Driver.start(), limit_ms / 1000)
+                except TimeoutError:
+                    raise LaunchFailed(
+                        f"Playwright's driver did not start in {limit_ms} ms (ASYNCWORKER_LAUNCH_TIMEOUT_MS); "
+                        "run `asyncworker doctor`",
+                        engine=self.name,
+                    ) from None
             return self._driver
 
     def _launch_options(self, identity: Identity, token: processes.Token) -> dict[str, Any]:
@@ -142,7 +151,7 @@ class PlaywrightEngine:
         found = find(settings)
         options: dict[str, Any] = {
             "headless": settings.headless,
-            "args": [*self._arguments(), *settings.launch_args],
+            "args": list(settings.launch_args),
             "env": child_environment(**{processes.VARIABLE: str(token)}),
             "timeout": settings.launch_timeout_ms,
             # Signals are the worker's to handle: it finishes its messages, then closes the browser.
@@ -152,28 +161,36 @@ class PlaywrightEngine:
         }
         if found is not None and found.executable is not None:
             options["executable_path"] = str(found.executable)
-        if settings.channel is not None:
-            options["channel"] = settings.channel
+        if found is not None and found.channel is not None:
+            options["channel"] = found.channel
         if settings.proxy_parts is not None:
             options["proxy"] = settings.proxy_parts.as_option()
+        if settings.engine is EngineName.chromium:
+            options["args"] = [*QUIET_CHROMIUM, *settings.launch_args]
+            # Playwright leaves the sandbox out for everyone unless told otherwise; Chromium refuses it to root only.
+            options["chromium_sandbox"] = not _is_root()
         if settings.engine is EngineName.firefox:
             options["firefox_user_prefs"] = QUIET_FIREFOX
         return options
 
-    def _arguments(self) -> list[str]:
-        if self._settings.engine is not EngineName.chromium:
-            return []
-        arguments = list(QUIET_CHROMIUM)
-        if os.geteuid() == 0:
-            logger.warning(
-                "running as root: chromium starts with --no-sandbox, so a hostile page that breaks out of its "
-                "renderer is root here; run the worker as another user"
-            )
-            arguments.append("--no-sandbox")
-        return arguments
+
+def _is_root() -> bool:
+    if os.geteuid() != 0:
+        return False
+    logger.warning(
+        "running as root: chromium starts with --no-sandbox, so a hostile page that breaks out of its renderer is "
+        "root here; run the worker as another user"
+    )
+    return True
 
 
-def _first_lines(error: Exception) -> str:
-    """What Playwright says first; below it come the command line and a log of some hundred lines."""
+def own_words(error: BaseException) -> str:
+    """The reason that the browser itself gave, such as a library that it misses; else what Playwright says first.
+
+    Playwright's text goes on with the command line and a log of some hundred lines.
+    """
+    said = re.search(r"\[err\] (.*(?:error while loading|cannot open|sandbox|FATAL).*)", str(error))
+    if said:
+        return said.group(1)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2])
+    return " ".join(lines[:2]) or type(error).__name__

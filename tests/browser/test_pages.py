@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,13 @@ async def runtime(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Run
     settings = load({"ASYNCWORKER_ENGINE": "chromium"}, output_dir=tmp_path_factory.mktemp("output"))
     assert find(settings) is not None, "no Chromium on this machine: `asyncworker doctor --install` gets one"
     runtime = Runtime(settings)
-    yield runtime
-    await runtime.close()
+    try:
+        # From here on the browser has all its helper processes; each test has to end what it adds.
+        async with runtime.session(Attempt(seed=7)) as session:
+            await session.page.screenshot()
+        yield runtime
+    finally:
+        await runtime.close()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -265,7 +270,7 @@ async def test_a_screenshot_is_named_as_a_picture(session: Session, site: Behavi
 
 # every actor
 
-CALLS = {
+CALLS: dict[str, Callable[[Session, Any], Awaitable[object]]] = {
     "scrape": lambda session, url: pages.scrape.fn_async(session, url, {"title": "h1"}),
     "title": lambda session, url: pages.title.fn_async(session, url),
     "links": lambda session, url: pages.links.fn_async(session, url),

@@ -25,7 +25,7 @@ def site() -> Iterator[BehaviourSite]:
 
 def read(url: str, **headers: str) -> str:
     with urlopen(Query(url, headers=headers), timeout=10) as response:
-        return response.read().decode()
+        return str(response.read(), "utf-8")
 
 
 def shop_threads() -> list[threading.Thread]:

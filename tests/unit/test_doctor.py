@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import socket
@@ -96,6 +97,11 @@ def test_a_machine_that_has_everything_runs_a_worker_and_nothing_is_changed_on_i
 def test_a_warning_does_not_keep_a_worker_from_running_and_a_failure_does() -> None:
     assert would_run([Check("a", State.ok, ""), Check("b", State.warning, "", "do")])
     assert not would_run([Check("a", State.ok, ""), Check("b", State.failed, "", "do")])
+
+
+def test_a_check_is_told_as_json() -> None:
+    facts = json.loads(json.dumps(Check("screen", State.failed, "none", "get one").facts()))
+    assert facts == {"name": "screen", "state": "failed", "detail": "none", "remedy": "get one"}
 
 
 def test_each_check_that_is_not_ok_is_printed_with_its_remedy() -> None:

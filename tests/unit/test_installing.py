@@ -197,6 +197,31 @@ def test_the_patched_firefox_is_fetched_and_nothing_else_is_taken_in_its_place(n
     assert nobody.calls == ["python -m invisible_playwright fetch"]
 
 
+def test_nothing_is_installed_beside_a_patched_firefox_that_did_not_come(root: Machine) -> None:
+    root.command("python", "exit 0")
+    with pytest.raises(EngineMissing):
+        install(settings(), root.said.append, trial=starts)
+    assert root.calls == ["python -m invisible_playwright fetch"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Xvfb is Linux's")
+def test_a_patched_firefox_that_came_gets_the_virtual_screen_that_it_needs(
+    root: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("INVPW_TRUE_HEADLESS", raising=False)
+    came = root.folder / "came"
+    monkeypatch.setattr(
+        "asyncworker.installing.find",
+        lambda settings: Found("invisible", None, "invisible_playwright") if came.exists() else None,
+    )
+    root.command("python", f": > {came}")
+    root.command("apt-get", root.making("Xvfb"))
+    screen = root.folder / "bin" / "Xvfb"
+    install(settings(), root.said.append, trial=starts_when(screen.exists))
+    assert root.calls[0] == "python -m invisible_playwright fetch"
+    assert root.calls[-1] == "apt-get install --no-install-recommends xvfb"
+
+
 @pytest.mark.parametrize("chosen", [{"executable_path": "/no/such/browser"}, {"channel": "msedge-dev"}])
 def test_a_browser_that_someone_chose_is_theirs_to_install(root: Machine, chosen: dict[str, str]) -> None:
     with pytest.raises(EngineMissing):

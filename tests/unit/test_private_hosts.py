@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
+from ipaddress import IPv4Address, IPv6Address
 
 import pytest
 from hypothesis import given
@@ -78,7 +79,7 @@ def test_a_public_address_is_public(address: str) -> None:
 
 
 @given(st.ip_addresses())
-def test_nothing_is_public_that_the_standard_library_calls_private(address: object) -> None:
+def test_nothing_is_public_that_the_standard_library_calls_private(address: IPv4Address | IPv6Address) -> None:
     if private_kind(str(address)) is None:
         inner = getattr(address, "ipv4_mapped", None) or address
         assert inner.is_global
@@ -162,3 +163,12 @@ async def test_the_machines_own_resolver_gives_every_address_or_none() -> None:
         entry[4][0] for entry in socket.getaddrinfo("localhost", None, type=socket.SOCK_STREAM)
     ]
     assert await asyncio.wait_for(resolved("a" * 64 + ".invalid"), 10) == []
+
+
+async def test_the_address_of_an_answer_is_read_as_browsers_write_it() -> None:
+    hosts = Hosts()
+    assert hosts.objection_to_answer("[::1]") == "[::1] answered: a loopback address"
+    assert hosts.objection_to_answer("::1") == "::1 answered: a loopback address"
+    assert hosts.objection_to_answer("[2606:4700:4700::1111]") is None
+    assert hosts.objection_to_answer(PUBLIC) is None
+    assert hosts.objection_to_answer("somewhere") == "somewhere answered: no address that can be read"

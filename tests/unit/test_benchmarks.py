@@ -1,0 +1,181 @@
+"""The benchmarks' verdicts, on figures that are made up: nothing is measured here."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import pytest
+from rich.table import Table
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("[!_]*.py"))
+
+Load = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Load:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def test_the_required_benchmarks_are_there() -> None:
+    assert {"overhead", "startup"} <= set(SCRIPTS)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_answers_help_with_the_flags_that_all_have(script: str) -> None:
+    answer = subprocess.run(
+        [sys.executable, str(BENCHMARKS / f"{script}.py"), "--help"], capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert "--json" in answer.stdout
+    assert "--quick" in answer.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(("value", "code"), [(1.0, 0), (0.5, 1)])
+def test_every_scripts_json_is_one_object_whose_ok_is_the_exit_code(
+    script: str,
+    value: float,
+    code: int,
+    load: Load,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    harness, module = load("_harness"), load(script)
+    report = harness.Report([harness.Check("speed", value, ">=", 1.0)], {"figure": 7}, Table())
+    monkeypatch.setattr(module, "measure", lambda options: report)
+    assert module.run(["--json"]) == code
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["ok"] is (code == 0)
+    assert printed["figure"] == 7
+    assert {"cores", "load_before", "load_after"} <= printed["machine"].keys()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_measurement_that_fails_is_not_ok_and_says_why(
+    script: str, load: Load, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("the browser is not there")
+
+    module = load(script)
+    monkeypatch.setattr(module, "measure", fail)
+    assert module.run(["--json"]) == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["ok"] is False
+    assert "the browser is not there" in printed["error"]
+
+
+def test_a_report_without_a_required_figure_is_not_ok(load: Load) -> None:
+    assert not load("_harness").Report([], {}, Table()).ok
+
+
+def rotation(
+    load: Load, *, ours: float, raw: float = 10.0, plain: float = 10.0, per_message: float = 5.0, **facts: Any
+) -> Any:
+    """One rotation at these jobs per second."""
+    rates = {"raw": raw, "ours": ours, "plain": plain, "per_message": per_message}
+    return {name: load("_stage").Round(100, 100 / rate, pickup_ms=50.0, **facts) for name, rate in rates.items()}
+
+
+def test_overhead_at_the_required_ratios_is_ok(load: Load) -> None:
+    report = load("overhead").judge([rotation(load, raw=10.0, ours=9.51, plain=9.7, per_message=5.94)] * 3)
+    assert report.ok
+    assert report.as_json()["ratios"]["ours/raw"]["median"] == pytest.approx(0.951)
+
+
+@pytest.mark.parametrize(
+    ("rates", "failing"),
+    [
+        ({"ours": 9.4, "plain": 9.0}, "ours / raw limit"),
+        ({"ours": 9.7, "plain": 10.0}, "ours / plain Dramatiq"),
+        ({"ours": 10.0, "per_message": 6.5}, "ours / browser per message"),
+    ],
+)
+def test_overhead_names_the_ratio_that_is_too_low(rates: dict[str, float], failing: str, load: Load) -> None:
+    report = load("overhead").judge([rotation(load, **rates)] * 3)
+    assert not report.ok
+    assert [check.name for check in report.checks if not check.ok] == [failing]
+
+
+def test_overhead_compares_within_a_rotation_so_that_a_slow_minute_slows_both(load: Load) -> None:
+    slow = rotation(load, raw=5.0, ours=5.0, plain=5.0, per_message=2.5)
+    report = load("overhead").judge([rotation(load, ours=10.0), slow, slow])
+    assert report.as_json()["ratios"]["ours/raw"] == {"median": 1.0, "min": 1.0, "max": 1.0}
+
+
+def test_overhead_leaves_out_rotations_in_which_others_used_the_machine(load: Load) -> None:
+    disturbed = rotation(load, ours=1.0, foreign=0.5)
+    report = load("overhead").judge([rotation(load, ours=10.0)] * 3 + [disturbed] * 4)
+    assert report.ok
+    assert report.as_json()["quiet"] is True
+    assert (report.as_json()["rotations"], report.as_json()["rotations_measured"]) == (3, 7)
+
+
+def test_overhead_counts_all_rotations_and_says_so_when_too_few_were_quiet(load: Load) -> None:
+    report = load("overhead").judge([rotation(load, ours=10.0)] * 2 + [rotation(load, ours=1.0, foreign=0.5)] * 4)
+    assert not report.ok
+    assert report.as_json()["quiet"] is False
+    assert report.as_json()["rotations"] == 6
+
+
+def test_overhead_without_a_rotation_is_an_error(load: Load) -> None:
+    with pytest.raises(ValueError, match="no rotation"):
+        load("overhead").judge([])
+
+
+def test_every_variant_comes_first_and_last_and_works_once_in_each_rotation(load: Load) -> None:
+    overhead = load("overhead")
+    orders = [overhead._order(number) for number in range(8)]
+    assert all(sorted(order) == sorted(overhead.VARIANTS) for order in orders)
+    assert {order[0] for order in orders} == {order[-1] for order in orders} == set(overhead.VARIANTS)
+
+
+def starts(load: Load, *, worker_ms: float = 900.0, wall_ms: float = 300.0, heavy: tuple[str, ...] = ()) -> Any:
+    startup = load("startup")
+    imports = [startup.Import(wall_ms, wall_ms - 20, heavy)] * 3
+    return startup.Starts(2_000.0, dict.fromkeys(startup.ENGINES, [worker_ms] * 3), imports)
+
+
+def test_startup_below_its_limits_is_ok(load: Load) -> None:
+    assert load("startup").judge(starts(load)).ok
+
+
+@pytest.mark.parametrize("slow", [{"worker_ms": 1_600.0}, {"wall_ms": 410.0}, {"heavy": ("playwright",)}])
+def test_startup_fails_for_a_slow_worker_a_slow_import_and_a_browser_library(slow: dict[str, Any], load: Load) -> None:
+    assert not load("startup").judge(starts(load, **slow)).ok
+
+
+def test_a_run_leaves_no_process_and_no_file_when_it_fails(load: Load) -> None:
+    """Not even a process that has left its parent and its session, and waits for nothing."""
+    waiting = "import signal; signal.pause()"
+    leaving = (
+        "import subprocess, sys; "
+        f"print(subprocess.Popen([sys.executable, '-c', {waiting!r}], start_new_session=True).pid, flush=True)"
+    )
+    seen: list[Any] = []
+
+    def fail_half_way() -> None:
+        with load("_workshop").workshop() as place:
+            child = place.start("child", sys.executable, "-c", leaving, pipes=True)
+            seen.extend([place.folder, psutil.Process(int(child.answer()))])
+            assert seen[0].is_dir()
+            assert seen[1].is_running()
+            raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        fail_half_way()
+    folder, left = seen
+    psutil.wait_procs([left], timeout=10)
+    assert not folder.exists()
+    assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE

@@ -1,0 +1,310 @@
+"""BrowserHost on the fake engine and a clock without time: launch once, lend, notice death, back off, retire."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from typing import Any
+
+import pytest
+
+from asyncworker.browser import BrowserHost, shielded
+from asyncworker.errors import BrowserCrashed, ForkedBrowser, LaunchFailed, PhaseTimeout
+from asyncworker.identity import Identity
+from asyncworker.settings import load
+from asyncworker.testing import FakeBrowserError, FakeClock, FakeEngine
+from tests.waiting import eventually
+
+SEED = Identity(seed=1)
+
+
+def host_of(engine: FakeEngine, *, clock: FakeClock | None = None, **settings: Any) -> BrowserHost:
+    return BrowserHost(engine, load({}, **settings), clock=clock or FakeClock())
+
+
+async def use(host: BrowserHost, identity: Identity = SEED, work_s: float = 0.0) -> int:
+    async with host.context(identity) as lease:
+        await asyncio.sleep(work_s)
+        return lease.generation.number
+
+
+async def test_many_messages_at_a_cold_host_are_one_launch() -> None:
+    engine = FakeEngine()
+    engine.delays["launch"] = 0.05
+    host = host_of(engine)
+    assert set(await asyncio.gather(*(use(host) for _ in range(50)))) == {1}
+    assert host.counts == {"browsers_launched": 1, "contexts_opened": 50, "contexts_closed": 50}
+    assert all(context.closed for context in engine.contexts)
+    await host.close()
+
+
+async def test_each_message_gets_a_context_of_its_own_with_a_page() -> None:
+    engine = FakeEngine()
+    host = host_of(engine)
+    async with host.context(SEED) as first, host.context(SEED) as second:
+        assert first.context is not second.context
+        assert first.browser is second.browser
+        assert first.page in first.context.pages
+    await host.close()
+
+
+async def test_a_launch_goes_on_for_the_others_when_the_message_that_began_it_gives_up() -> None:
+    engine = FakeEngine()
+    engine.delays["launch"] = 0.1
+    host = host_of(engine)
+    first = asyncio.create_task(use(host))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(use(host))
+    await asyncio.sleep(0.02)
+    first.cancel()
+    assert await second == 1
+    assert len(engine.browsers) == 1
+    await host.close()
+
+
+async def test_failed_launches_back_off_twice_as_long_each_time_up_to_a_minute() -> None:
+    engine, clock = FakeEngine(), FakeClock()
+    host = host_of(engine, clock=clock, launch_backoff_ms=1_000)
+    engine.fail_launches = 9
+    for _ in range(9):
+        with pytest.raises(LaunchFailed):
+            await use(host)
+    assert await use(host) == 1
+    assert [round(pause) for pause in clock.sleeps] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    await host.close()
+
+
+async def test_a_launch_that_fails_fails_all_that_wait_for_it_once() -> None:
+    engine = FakeEngine()
+    engine.fail_launches, engine.delays["launch"] = 1, 0.05
+    host = host_of(engine)
+    outcomes = await asyncio.gather(*(use(host) for _ in range(5)), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [LaunchFailed] * 5
+    assert await use(host) == 1
+    await host.close()
+
+
+async def test_an_error_of_the_engine_itself_is_a_launch_that_failed() -> None:
+    class Broken(FakeEngine):
+        async def launch(self, identity: Identity) -> Any:
+            raise OSError("no such file")
+
+    host = host_of(Broken())
+    with pytest.raises(LaunchFailed, match="OSError: no such file"):
+        await use(host)
+    await host.close()
+
+
+async def test_a_browser_that_dies_idle_is_replaced_for_the_next_message() -> None:
+    engine = FakeEngine()
+    host = host_of(engine)
+    assert await use(host) == 1
+    engine.browsers[0].crash()
+    assert await use(host) == 2
+    assert host.counts["browsers_lost"] == 1
+    await host.close()
+
+
+@pytest.mark.parametrize("step", ["new_context", "new_page"])
+async def test_a_browser_that_dies_before_the_context_is_open_costs_the_message_nothing(step: str) -> None:
+    engine = FakeEngine()
+    host = host_of(engine)
+    engine.delays[step] = math.inf  # a call that meets a dying browser may never end
+    waiting = asyncio.create_task(use(host))
+    await eventually(lambda: engine.browsers, "the first browser is up")
+    await asyncio.sleep(0.01)
+    engine.delays.clear()
+    engine.browsers[0].crash()
+    assert await asyncio.wait_for(waiting, 5) == 2
+    assert host.counts["contexts_opened"] == host.counts["contexts_closed"]
+    await host.close()
+
+
+async def test_browsers_that_keep_dying_fail_the_message_in_the_end() -> None:
+    class Dying(FakeEngine):
+        async def pass_time(self, step: str) -> None:
+            if step == "new_context":
+                self.browsers[-1].crash()
+            await super().pass_time(step)
+
+    engine = Dying()
+    host = host_of(engine)
+    with pytest.raises(BrowserCrashed):
+        await use(host)
+    assert len(engine.browsers) == 4
+    await host.close()
+
+
+@pytest.mark.parametrize(("step", "phase"), [("new_context", "context"), ("new_page", "page")])
+async def test_a_context_that_does_not_open_names_its_phase_and_costs_the_browser(step: str, phase: str) -> None:
+    engine = FakeEngine()
+    engine.delays[step] = math.inf
+    host = host_of(engine, context_timeout_ms=50)
+    with pytest.raises(PhaseTimeout) as caught:
+        await use(host)
+    assert caught.value.phase == phase
+    engine.delays.clear()
+    assert await use(host) == 2
+    assert host.counts["contexts_opened"] == host.counts["contexts_closed"]
+    await host.close()
+
+
+async def test_a_context_that_opens_too_late_is_closed_all_the_same() -> None:
+    engine = FakeEngine()
+    engine.delays["new_context"] = 0.1
+    host = host_of(engine)
+    message = asyncio.create_task(use(host))
+    await eventually(lambda: engine.browsers, "the browser is up")
+    await asyncio.sleep(0.02)
+    message.cancel()
+    await asyncio.wait({message})
+    await eventually(lambda: engine.contexts and engine.contexts[0].closed, "the late context is closed")
+    assert host.counts["contexts_opened"] == host.counts["contexts_closed"] == 1
+    await host.close()
+
+
+async def test_a_close_that_does_not_end_is_bounded_and_costs_the_browser() -> None:
+    engine = FakeEngine()
+    host = host_of(engine, close_timeout_ms=50)
+    engine.delays["close_context"] = math.inf
+    assert await asyncio.wait_for(use(host), 5) == 1
+    engine.delays.clear()
+    assert await use(host) == 2
+    await eventually(lambda: not engine.browsers[0].alive, "the first browser is closed")
+    await host.close()
+
+
+async def test_a_cancelled_message_has_its_context_closed_to_the_end() -> None:
+    engine = FakeEngine()
+    engine.delays["close_context"] = 0.1
+    host = host_of(engine)
+    message = asyncio.create_task(use(host, work_s=60))
+    await eventually(lambda: engine.contexts, "the context is open")
+    await asyncio.sleep(0.02)
+    message.cancel()
+    await asyncio.sleep(0.02)
+    message.cancel()  # again, while it closes
+    with pytest.raises(asyncio.CancelledError):
+        await message
+    assert engine.contexts[0].closed
+    await host.close()
+
+
+async def test_an_error_of_opening_that_is_not_the_browsers_passes_as_it_is() -> None:
+    class Refusing(FakeEngine):
+        async def pass_time(self, step: str) -> None:
+            if step == "new_context":
+                raise ValueError("locale")
+
+    host = host_of(Refusing())
+    with pytest.raises(ValueError, match="locale"):
+        await use(host)
+    await host.close()
+
+
+async def test_identities_that_need_a_browser_each_share_no_browser_and_the_idle_one_used_longest_ago_goes() -> None:
+    engine, clock = FakeEngine(one_identity_each=True), FakeClock()
+    host = host_of(engine, clock=clock, max_browsers=2)
+    for seed in (1, 2, 1, 3, 1):
+        clock.advance(1)
+        await use(host, Identity(seed=seed))
+    assert [browser.identity.seed for browser in engine.browsers] == [1, 2, 3]
+    await eventually(lambda: not engine.browsers[1].alive, "the browser of seed 2 is closed")
+    await host.close()
+
+
+async def test_a_message_of_another_identity_waits_while_all_browsers_are_busy_and_its_wait_is_bounded() -> None:
+    engine = FakeEngine(one_identity_each=True)
+    host = host_of(engine, max_browsers=1, browser_wait_ms=100)
+    async with host.context(Identity(seed=1)):
+        with pytest.raises(PhaseTimeout) as caught:
+            await use(host, Identity(seed=2))
+        assert caught.value.phase == "browser"
+        waiting = asyncio.create_task(use(host, Identity(seed=2)))
+        await asyncio.sleep(0.02)
+    assert await waiting == 2
+    await host.close()
+
+
+async def test_a_browser_lends_no_more_contexts_than_its_engine_can_serve() -> None:
+    engine = FakeEngine(max_contexts=3)
+    host = host_of(engine)
+    running = [asyncio.create_task(use(host, work_s=0.02)) for _ in range(12)]
+    most = 0
+    while not all(task.done() for task in running):
+        most = max(most, sum(not context.closed for context in engine.contexts))
+        await asyncio.sleep(0)
+    await asyncio.gather(*running)
+    assert most == 3
+    assert len(engine.browsers) == 1
+    await host.close()
+
+
+async def test_contexts_that_code_opens_on_the_browser_are_closed_with_its_session_and_no_other() -> None:
+    engine = FakeEngine()
+    host = host_of(engine)
+    async with host.context(SEED) as other:
+        await other.browser.new_context()
+        async with host.context(SEED) as lease:
+            context = await lease.browser.new_context()
+            page = await lease.browser.new_page()
+        assert context.closed
+        assert page.context.closed
+        assert sum(not context.closed for context in engine.contexts) == 2
+    assert host.counts["contexts_opened"] == host.counts["contexts_closed"] == 5
+    await host.close()
+
+
+async def test_a_fork_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = host_of(FakeEngine())
+    await use(host)
+    parent = os.getpid()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: parent + 1)
+        with pytest.raises(ForkedBrowser, match="spawn"):
+            await use(host)
+    await host.close()
+
+
+async def test_a_closed_host_launches_nothing_more() -> None:
+    engine = FakeEngine()
+    host = host_of(engine)
+    await use(host)
+    await host.close()
+    assert not engine.browsers[0].alive
+    with pytest.raises(LaunchFailed, match="shutting down"):
+        await use(host)
+    assert len(engine.browsers) == 1
+
+
+async def test_closing_waits_for_a_launch_and_closes_what_it_brought() -> None:
+    engine = FakeEngine()
+    engine.delays["launch"] = 0.1
+    host = host_of(engine)
+    message = asyncio.create_task(use(host))
+    await asyncio.sleep(0.02)
+    await host.close()
+    assert [browser.alive for browser in engine.browsers] == [False]
+    await asyncio.wait({message})
+
+
+async def test_shielded_work_ends_before_the_cancellation_goes_on() -> None:
+    ended = []
+
+    async def work() -> None:
+        await asyncio.sleep(0.05)
+        ended.append(True)
+
+    task = asyncio.create_task(shielded(work()))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == [True]
+
+
+async def test_a_call_on_a_browser_that_is_gone_is_told_from_an_error_of_the_page() -> None:
+    engine = FakeEngine()
+    assert engine.classify(FakeBrowserError("x")) == "gone"
+    assert engine.classify(ValueError("x")) is None
