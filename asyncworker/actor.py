@@ -14,6 +14,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast
 
 import dramatiq
 from dramatiq import Broker, Message
+from dramatiq.asyncio import get_event_loop_thread
 
 from asyncworker.broker import get_broker
 from asyncworker.errors import DeclarationError, InvalidArguments
@@ -61,6 +62,19 @@ class SessionActor(dramatiq.Actor[P, R]):
         given["seed"] = self._default_seed() if seed is None else checked_seed(seed)
         return super().message_with_options(args=args, kwargs=given, **options)
 
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Called by a worker thread for each attempt.
+
+        Raises:
+            RuntimeError: Outside a worker.
+        """
+        if get_event_loop_thread() is None:
+            raise RuntimeError(
+                f"{self.actor_name} runs in a worker: send() it a message, or await its function itself, "
+                "`.fn_async(session, ...)`, within `async with open_session() as session`"
+            )
+        return super().__call__(*args, **kwargs)
+
     @property
     def _middleware(self) -> BrowserMiddleware:
         """Of the broker that this actor is on now: tests move actors to another one."""
@@ -76,9 +90,7 @@ class SessionActor(dramatiq.Actor[P, R]):
         try:
             self._signature.bind(None, *args, **named)
         except TypeError as error:
-            wanted = self._signature.replace(
-                parameters=list(self._signature.parameters.values())[1:], return_annotation=inspect.Signature.empty
-            )
+            wanted = _as_called(self._signature)
             raise InvalidArguments(
                 f"{self.actor_name}{wanted} cannot be called with these arguments: {error}",
                 actor=self.actor_name,
@@ -187,6 +199,25 @@ def default_name(function: Callable[..., Any], broker: Broker) -> str:
             for package in middleware.settings.actors:
                 module = module.removeprefix(f"{package}.")
     return f"{module}.{function.__name__}"
+
+
+class _Bare:
+    """An annotation that is shown as it was written: under postponed evaluation it is a text."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _as_called(signature: inspect.Signature) -> inspect.Signature:
+    """The signature as a producer sees it: without the session, and without the result's type."""
+    parameters = [
+        each.replace(annotation=_Bare(each.annotation)) if isinstance(each.annotation, str) else each
+        for each in list(signature.parameters.values())[1:]
+    ]
+    return signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
 
 
 def _signature(fn: Callable[..., Any]) -> inspect.Signature:

@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 import time
@@ -24,6 +25,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from asyncworker import processes
 from asyncworker.errors import BrokerUnavailable, ConfigurationError
 from asyncworker.settings import child_environment
 
@@ -33,6 +35,13 @@ LONGEST_SOCKET_PATH = 100
 #: Written by `asyncworker down`; its time says which processes are older than that.
 DOWN_MARKER = "down"
 
+#: What a server may answer instead of PONG.
+_REFUSALS = (
+    redis.exceptions.ResponseError,
+    redis.exceptions.BusyLoadingError,
+    redis.exceptions.AuthenticationError,
+)
+
 START_TIMEOUT_MS = 15_000
 STOP_TIMEOUT_MS = 15_000
 
@@ -40,14 +49,15 @@ STOP_TIMEOUT_MS = 15_000
 def socket_path(state_dir: Path) -> Path:
     """Where the server of a state directory listens.
 
-    In the directory itself, unless that path is too long for a socket: then below the temporary directory, in a
-    folder that only this user may enter.
+    In the directory itself, unless that path is too long for a socket: then below /tmp, in a folder that only this
+    user may enter. By whatever name a process knows the directory, and whatever its TMPDIR, it is the same socket.
     """
+    state_dir = state_dir.resolve()
     path = state_dir / "valkey.sock"
     if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH:
         return path
     digest = hashlib.sha256(os.fsencode(state_dir)).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"asyncworker-{os.getuid()}-{digest}" / "valkey.sock"
+    return Path("/tmp") / f"asyncworker-{os.getuid()}-{digest}" / "valkey.sock"  # noqa: S108 -- owner is checked
 
 
 def ensure(state_dir: Path) -> Path:
@@ -58,14 +68,31 @@ def ensure(state_dir: Path) -> Path:
         BrokerUnavailable: When the server did not come up; it names the log.
     """
     path = socket_path(state_dir)
+    _refuse_a_strangers(path.parent, state_dir)
     if answers(path):
         return path
     make_state_dir(state_dir)
     with _locked(state_dir):
-        if not answers(path):  # another process may have started it while this one waited for the lock
+        if not _answers_in_time(state_dir, path):
             _refuse_after_down(state_dir, path)
             _start(state_dir, path)
     return path
+
+
+def _answers_in_time(state_dir: Path, path: Path) -> bool:
+    """True when a server answers, which another process may have started while this one waited for the lock.
+
+    One that lives but is silent is waited for: a second one on the same files would destroy them.
+    """
+    deadline = time.monotonic() + START_TIMEOUT_MS / 1000
+    while not answers(path):
+        server = _server(state_dir)
+        if server is None:
+            return False
+        if time.monotonic() >= deadline:
+            raise _unavailable(state_dir, f"process {server.pid} does not answer; `asyncworker down` ends it")
+        time.sleep(0.05)
+    return True
 
 
 def _refuse_after_down(state_dir: Path, path: Path) -> None:
@@ -73,7 +100,7 @@ def _refuse_after_down(state_dir: Path, path: Path) -> None:
     marker = state_dir / DOWN_MARKER
     if not marker.exists():
         return
-    if marker.stat().st_mtime >= psutil.Process().create_time():
+    if marker.stat().st_mtime >= processes.up_since():
         raise BrokerUnavailable(
             f"the embedded Valkey in {state_dir} was stopped by `asyncworker down`; start this process again",
             url=f"unix://{path}",
@@ -82,23 +109,27 @@ def _refuse_after_down(state_dir: Path, path: Path) -> None:
 
 
 def answers(path: Path, *, timeout_ms: int = 2_000) -> bool:
-    """True when a server answers PING at the socket, even if only to say that it is still loading."""
-    if not path.exists():
-        return False
-    client = redis.Redis(
+    """True when a server answers PING at the socket, even if only to refuse it.
+
+    One that is loading, busy, out of disk or asks for a password is there; whoever uses it is told.
+    """
+    with contextlib.closing(_client(path, timeout_ms)) as client:
+        try:
+            return path.exists() and bool(client.ping())
+        except _REFUSALS:
+            return True
+        except (redis.RedisError, OSError):
+            return False
+
+
+def _client(path: Path, timeout_ms: int) -> redis.Redis:
+    timeout = timeout_ms / 1000
+    return redis.Redis(
         unix_socket_path=str(path),
-        socket_timeout=timeout_ms / 1000,
-        socket_connect_timeout=timeout_ms / 1000,
+        socket_timeout=timeout,
+        socket_connect_timeout=timeout,
         retry=Retry(NoBackoff(), 0),
     )
-    try:
-        return bool(client.ping())
-    except redis.exceptions.BusyLoadingError:
-        return True
-    except (redis.RedisError, OSError):
-        return False
-    finally:
-        client.close()
 
 
 def stop(state_dir: Path, *, for_good: bool = True) -> bool:
@@ -112,38 +143,41 @@ def stop(state_dir: Path, *, for_good: bool = True) -> bool:
 
     Raises:
         BrokerUnavailable: When it did not end in time; it names the process.
+        ConfigurationError: When the state directory is not this user's to write.
     """
     path = socket_path(state_dir)
-    if not state_dir.exists():
+    if not state_dir.is_dir():
         return False
     with _locked(state_dir):
         if for_good:
             (state_dir / DOWN_MARKER).touch()
         server = _server(state_dir)
-        if server is None:
-            path.unlink(missing_ok=True)
-            return False
-        _shut_down(path)
-        try:
-            server.wait(STOP_TIMEOUT_MS / 1000)
-        except psutil.TimeoutExpired:
-            raise BrokerUnavailable(
-                f"the embedded Valkey (process {server.pid}) did not end in {STOP_TIMEOUT_MS} ms; see "
-                f"{state_dir / 'valkey.log'}",
-                url=f"unix://{path}",
-            ) from None
+        running = server is not None or answers(path)  # a server whose pid file is gone is one, too
+        if running:
+            _end(server, state_dir, path)
         path.unlink(missing_ok=True)
-        if path.parent != state_dir:
+        if path.parent != state_dir.resolve():
             with contextlib.suppress(OSError):
                 path.parent.rmdir()
-        return True
+        return running
 
 
-def _shut_down(path: Path) -> None:
-    """Tell the server to write what is pending and end. By command: it may have inherited a blocked SIGTERM."""
-    client = redis.Redis(unix_socket_path=str(path), socket_timeout=STOP_TIMEOUT_MS / 1000, retry=Retry(NoBackoff(), 0))
-    with contextlib.closing(client), contextlib.suppress(redis.RedisError, OSError):
-        client.shutdown(nosave=True)
+def _end(server: psutil.Process | None, state_dir: Path, path: Path) -> None:
+    """Have the server write what is pending and end; by command, since it may have inherited a blocked SIGTERM."""
+    if answers(path):
+        client = _client(path, STOP_TIMEOUT_MS)
+        with contextlib.closing(client), contextlib.suppress(redis.RedisError, OSError):
+            client.shutdown(nosave=True)
+    elif server is not None:  # its socket is gone, or it hangs
+        with contextlib.suppress(psutil.NoSuchProcess):
+            server.terminate()
+    deadline = time.monotonic() + STOP_TIMEOUT_MS / 1000
+    # A zombie has ended, whether or not this machine's init reaps it.
+    while server.is_running() and processes.lives(server.pid) if server is not None else answers(path):
+        if time.monotonic() >= deadline:
+            which = f"process {server.pid}" if server is not None else "a process not visible from here"
+            raise _unavailable(state_dir, f"{which} did not end in {STOP_TIMEOUT_MS} ms")
+        time.sleep(0.01)
 
 
 def binary() -> Path | None:
@@ -165,15 +199,39 @@ def make_state_dir(state_dir: Path) -> None:
     """
     try:
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        probe = state_dir / f".writable.{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=state_dir):
+            pass
     except OSError as error:
+        raise _unwritable(state_dir, error) from error
+
+
+def _unwritable(state_dir: Path, error: OSError) -> ConfigurationError:
+    return ConfigurationError(
+        f"the state directory {state_dir} cannot be written ({error.strerror}); set ASYNCWORKER_STATE_DIR to "
+        "one that can, or ASYNCWORKER_BROKER_URL to a broker that runs elsewhere",
+        name="ASYNCWORKER_STATE_DIR",
+    )
+
+
+def _refuse_a_strangers(folder: Path, state_dir: Path) -> None:
+    """Below /tmp anyone may have made the socket's folder first, and would be this deployment's broker.
+
+    Raises:
+        ConfigurationError: When it is not this user's alone.
+    """
+    if folder == state_dir.resolve():
+        return
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:
+        raise _unwritable(state_dir, error) from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigurationError(
-            f"the state directory {state_dir} cannot be written ({error.strerror}); set ASYNCWORKER_STATE_DIR to "
-            "one that can, or ASYNCWORKER_BROKER_URL to a broker that runs elsewhere",
+            f"{folder} is not this user's alone, and the embedded Valkey would listen there; remove it, or set "
+            f"ASYNCWORKER_STATE_DIR to a path of less than {LONGEST_SOCKET_PATH - len('/valkey.sock')} bytes",
             name="ASYNCWORKER_STATE_DIR",
-        ) from error
+        )
 
 
 def _start(state_dir: Path, path: Path) -> None:
@@ -184,28 +242,51 @@ def _start(state_dir: Path, path: Path) -> None:
             "valkey-server or redis-server",
             name="ASYNCWORKER_BROKER_URL",
         )
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
-    # It detaches itself (setsid, own process group): a Ctrl-C at the worker's terminal does not reach it, and it
-    # is no child that this process would have to reap.
-    started = subprocess.run(
-        [str(executable), *_options(state_dir, path)],
-        cwd=state_dir,
-        env=child_environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=START_TIMEOUT_MS / 1000,
-        check=False,
-    )
+    said = _run(executable, _options(state_dir, path), state_dir)
     deadline = time.monotonic() + START_TIMEOUT_MS / 1000
-    while started.returncode == 0 and time.monotonic() < deadline:
+    while said is None and time.monotonic() < deadline:
         if answers(path):
             return
         time.sleep(0.02)
-    raise BrokerUnavailable(
-        f"the embedded Valkey did not start; see {state_dir / 'valkey.log'} {started.stderr.strip()}".strip(),
-        url=f"unix://{path}",
+    raise _unavailable(state_dir, f"it did not start {said or ''}".strip())
+
+
+def _run(executable: Path, options: list[str], state_dir: Path) -> str | None:
+    """Start the server; returns what it says when it refuses at once.
+
+    It detaches itself (setsid, own process group): a Ctrl-C at the worker's terminal does not reach it, and it is no
+    child that this process would have to reap. Until it has, the new session keeps a Ctrl-C away.
+    """
+    environment = child_environment()
+    environment.pop(processes.VARIABLE, None)  # it is no one's launch: no sweep shall find it
+    try:
+        started = subprocess.run(
+            [str(executable), *options],
+            cwd=state_dir,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=START_TIMEOUT_MS / 1000,
+            check=False,
+            start_new_session=True,
+            umask=0o077,  # the messages are in its files
+        )
+    except subprocess.TimeoutExpired:
+        return f"({executable} did not return in {START_TIMEOUT_MS} ms)"
+    except OSError as error:
+        raise ConfigurationError(
+            f"{executable} does not run ({error.strerror}); set ASYNCWORKER_BROKER_URL to a broker that does",
+            name="ASYNCWORKER_BROKER_URL",
+        ) from error
+    return None if started.returncode == 0 else f"(exit code {started.returncode}) {started.stderr.strip()}".strip()
+
+
+def _unavailable(state_dir: Path, what: str) -> BrokerUnavailable:
+    return BrokerUnavailable(
+        f"the embedded Valkey in {state_dir}: {what}; see {state_dir / 'valkey.log'}",
+        url=f"unix://{socket_path(state_dir)}",
     )
 
 
@@ -227,16 +308,39 @@ def _options(state_dir: Path, path: Path) -> list[str]:
 
 
 def _server(state_dir: Path) -> psutil.Process | None:
-    """The running server: the pid file's process, if it is this directory's server and not a later namesake."""
+    """The running server: the pid file's process, if it is this directory's server and not a later namesake.
+
+    In a container numbers come again, and a worker may well have this directory as its working directory.
+    """
     try:
         process = psutil.Process(int((state_dir / "valkey.pid").read_text()))
-        return process if Path(process.cwd()).samefile(state_dir) else None
-    except (OSError, ValueError, psutil.Error):
+        title = process.cmdline()[0]
+        is_server = "valkey-server" in title or "redis-server" in title
+        return process if is_server and Path(process.cwd()).samefile(state_dir) else None
+    except (OSError, ValueError, IndexError, psutil.Error):
         return None
 
 
 @contextlib.contextmanager
 def _locked(state_dir: Path) -> Iterator[None]:
-    with (state_dir / "valkey.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    """One process at a time starts or stops the server.
+
+    Raises:
+        BrokerUnavailable: When another one holds the lock for longer than either takes.
+    """
+    path = state_dir / "valkey.lock"
+    try:
+        lock = path.open("w")
+    except OSError as error:
+        raise _unwritable(state_dir, error) from error
+    deadline = time.monotonic() + (START_TIMEOUT_MS * 2 + STOP_TIMEOUT_MS) / 1000
+    with lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise _unavailable(state_dir, f"{path} is held by a process that does not go on") from None
+                time.sleep(0.01)
         yield

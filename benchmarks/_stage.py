@@ -27,6 +27,9 @@ from asyncworker.settings import Settings
 
 VARIANTS = ("raw", "ours", "plain", "per_message")
 
+#: Its browsers end as orphans, mostly, and take the account of their CPU time with them.
+UNACCOUNTED = "per_message"
+
 #: The variants' sources; their processes import from here and run in the workshop's folder.
 SOURCES = Path(__file__).parent / "variants"
 
@@ -49,15 +52,15 @@ class Round:
 
     Parameters:
         seconds: From the first enqueue to the last result.
-        cpu_s: The CPU time of the variant's processes meanwhile, its browsers with them.
-        foreign: The share of the machine's CPU time that went to processes outside this run.
+        cpu_s: The CPU time of the variant's processes meanwhile, its browsers with them; None: not known.
+        foreign: The share of the machine's CPU time that went to processes outside this run; None: not known.
         pickup_ms: From an enqueue to a worker that was idle to the first result, before the clock ran; None: unseen.
     """
 
     messages: int
     seconds: float
-    cpu_s: float = 0.0
-    foreign: float = 0.0
+    cpu_s: float | None = None
+    foreign: float | None = None
     pickup_ms: float | None = None
 
     @property
@@ -136,8 +139,10 @@ class Stage:
         self._work(name, messages)
         seconds = time.perf_counter() - started
         cpu_s, foreign_s = child.cpu_s() - cpu_s, (machine_cpu_s() - machine_s) - (self._place.cpu_s() - run_s)
-        foreign = max(0.0, foreign_s / seconds / (os.cpu_count() or 1))
-        return Round(messages, seconds, cpu_s, foreign, pickup_s and pickup_s * 1000)
+        idle_ms = pickup_s and pickup_s * 1000
+        if name == UNACCOUNTED:
+            return Round(messages, seconds, pickup_ms=idle_ms)
+        return Round(messages, seconds, cpu_s, max(0.0, foreign_s / seconds / (os.cpu_count() or 1)), idle_ms)
 
     def _work(self, name: str, messages: int) -> float | None:
         known = list(self._expected)

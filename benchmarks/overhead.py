@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,7 +82,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 def rotate(here: Stage, rotations: int, plan: Plan, began: float) -> list[dict[str, Round]]:
     """Let the variants take turns; each rotation begins with another one."""
-    trials = {name: here.round(name, 2 * here.slots) for name in VARIANTS}  # browsers up, caches warm
+    trials = {name: here.round(name, here.slots) for name in VARIANTS}  # browsers up, caches warm
     say(f"warm after {time.monotonic() - began:.1f} s")
     sizes = _sizes(trials["raw"].rate, plan.round_s, here.slots)
     done: list[dict[str, Round]] = []
@@ -102,7 +102,7 @@ def rotate(here: Stage, rotations: int, plan: Plan, began: float) -> list[dict[s
 
 
 def _foreign(rounds: dict[str, Round]) -> float:
-    return max(each.foreign for each in rounds.values())
+    return max(each.foreign or 0.0 for each in rounds.values())
 
 
 def _quiet(rotations: Sequence[dict[str, Round]]) -> list[dict[str, Round]]:
@@ -136,15 +136,8 @@ def judge(rotations: Sequence[dict[str, Round]]) -> Report:
         rotations = quiet
     rates = {name: spread([rounds[name].rate for rounds in rotations]) for name in VARIANTS}
     ratios = {f"{one}/{other}": _ratio(rotations, one, other) for one in VARIANTS for other in VARIANTS if one != other}
-    costs = {
-        name: spread([rounds[name].cpu_s / rounds[name].messages * 1000 for rounds in rotations], digits=1)
-        for name in VARIANTS
-    }
-    pickups = {
-        name: spread([ms for rounds in rotations if (ms := rounds[name].pickup_ms) is not None], digits=1)
-        for name in VARIANTS
-        if name != "raw"
-    }
+    costs = _spreads(rotations, lambda each: each.cpu_s and each.cpu_s / each.messages * 1000)
+    pickups = _spreads(rotations, lambda each: each.pickup_ms)
     checks = [
         Check("ours / raw limit", ratios["ours/raw"]["median"], ">=", OF_THE_LIMIT),
         Check("ours / plain Dramatiq", ratios["ours/plain"]["median"], ">=", OF_PLAIN),
@@ -169,6 +162,12 @@ def _ratio(rotations: Sequence[dict[str, Round]], one: str, other: str) -> dict[
     return spread([rounds[one].rate / rounds[other].rate for rounds in rotations])
 
 
+def _spreads(rotations: Sequence[dict[str, Round]], fact: Callable[[Round], float | None]) -> Figures:
+    """A fact of the rounds by variant; variants of which it is not known are left out."""
+    known = {name: [each for rounds in rotations if (each := fact(rounds[name])) is not None] for name in VARIANTS}
+    return {name: spread(values, digits=1) for name, values in known.items() if values}
+
+
 def _table(rates: Figures, ratios: Figures, costs: Figures, pickups: Figures) -> Table:
     table = Table(title="The same work, four ways")
     table.add_column("variant", no_wrap=True)
@@ -177,9 +176,9 @@ def _table(rates: Figures, ratios: Figures, costs: Figures, pickups: Figures) ->
     for name in VARIANTS:
         rate = rates[name]
         shown = [f"{ratios[f'{name}/{other}']['median']:.3f}" if name != other else "1" for other in VARIANTS]
-        pickup = f"{pickups[name]['median']:.0f} ms" if name in pickups else ""
+        cost, pickup = (f"{each[name]['median']:.0f} ms" if name in each else "" for each in (costs, pickups))
         around = f"{rate['min']:.1f}–{rate['max']:.1f}"
-        table.add_row(name, f"{rate['median']:.2f}", around, *shown, f"{costs[name]['median']:.0f} ms", pickup)
+        table.add_row(name, f"{rate['median']:.2f}", around, *shown, cost, pickup)
     return table
 
 

@@ -114,7 +114,9 @@ class Deployment:
         finally:
             _end(command)
 
-    def send(self, actor: str, *args: Any, queue: str = "default", delay: int | None = None, **kwargs: Any) -> Message[Any]:
+    def send(
+        self, actor: str, *args: Any, queue: str = "default", delay: int | None = None, **kwargs: Any
+    ) -> Message[Any]:
         """Send to an actor of the deployment as a producer would that does not import it."""
         options = kwargs.pop("options", {})
         message: Message[Any] = Message(queue, actor, args, kwargs, options)

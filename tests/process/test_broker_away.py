@@ -82,9 +82,7 @@ def test_a_worker_waits_for_a_broker_that_is_down_at_boot(state_dir: Path, site:
             assert worker.stop() == 0
 
 
-def test_a_broker_away_for_ten_seconds_costs_no_message_and_doubles_none(
-    state_dir: Path, site: BehaviourSite
-) -> None:
+def test_a_broker_away_for_ten_seconds_costs_no_message_and_doubles_none(state_dir: Path, site: BehaviourSite) -> None:
     with server_in(state_dir) as server:
         server.start()
         deployment = Deployment(state_dir, broker_url=server.url)

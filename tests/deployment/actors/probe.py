@@ -116,5 +116,3 @@ async def leave_open(session: Session, url: str) -> int:
 async def contexts(session: Session) -> int:
     """How many contexts the browser has, with this one."""
     return len(session.browser.contexts)
-
-
