@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from asyncworker.engines import Engine, Launched
+from asyncworker.engines import Engine, Fault, Launched
 from asyncworker.errors import BrowserCrashed, EngineError, ForkedBrowser, LaunchFailed, PhaseTimeout
 from asyncworker.identity import Identity
 from asyncworker.settings import Settings
@@ -407,7 +407,7 @@ class BrowserHost:
             result: T = doing.result()
             return result
         except Exception as error:
-            if generation.lost is None and self.engine.classify(error) is None:
+            if generation.lost is None and self.engine.classify(error) is not Fault.gone:
                 raise
             self._retire(generation)  # its end may be announced a moment later
             raise crashed(self.engine.name, generation) from error

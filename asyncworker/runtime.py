@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
@@ -54,6 +54,15 @@ class Attempt:
 current_attempt: ContextVar[Attempt | None] = ContextVar("asyncworker_attempt", default=None)
 
 
+class SessionLog(logging.LoggerAdapter[logging.Logger]):
+    """A logger whose lines end with the facts of their attempt; they are attributes of the record, too."""
+
+    def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
+        facts = dict(self.extra or {})
+        kwargs["extra"] = {**facts, **kwargs.get("extra", {})}
+        return f"{msg} [{' '.join(f'{name}={fact}' for name, fact in facts.items())}]", kwargs
+
+
 class Session:
     """What an actor receives for one attempt, as a bound Celery task receives `self`.
 
@@ -62,7 +71,7 @@ class Session:
         identity: What a site sees as one visitor, derived from the seed.
         attempt: Which execution of which message this is.
         settings: The worker's settings.
-        log: A logger whose lines carry message, actor, attempt, seed and browser.
+        log: A logger whose lines say to which message, actor, attempt, seed and browser they belong.
     """
 
     def __init__(self, lease: Lease, attempt: Attempt, identity: Identity, settings: Settings) -> None:
@@ -70,7 +79,7 @@ class Session:
         self.identity = identity
         self.seed = identity.seed
         self.settings = settings
-        self.log = logging.LoggerAdapter(logger, _facts(attempt, self.seed, lease))
+        self.log = SessionLog(logger, _facts(attempt, self.seed, lease))
         self._lease = lease
         self._over = False
         self._random: random.Random | None = None
@@ -175,10 +184,10 @@ class Runtime:
 
     def _limit_waits(self, lease: Lease, attempt: Attempt) -> None:
         """Playwright's own time limits never exceed what is left of the message's."""
-        limit = float(self.settings.page_timeout_ms)
+        limit = self.settings.page_timeout_ms
         if attempt.deadline is not None:
-            left = (attempt.deadline - asyncio.get_running_loop().time()) * 1000
-            limit = max(1.0, min(limit, left))
+            left = round((attempt.deadline - asyncio.get_running_loop().time()) * 1000)
+            limit = max(1, min(limit, left))
         lease.context.set_default_timeout(limit)
         lease.context.set_default_navigation_timeout(limit)
 
@@ -198,7 +207,7 @@ class Runtime:
             watch.end()
             raise
         except Exception as error:
-            fault = watch.end() or await watch.named(error)
+            fault = await watch.explain(error)
             if fault is None:
                 raise
             raise fault from error
@@ -217,6 +226,7 @@ class _Watch:
         self._timer: asyncio.TimerHandle | None = None
         self._cancelling = 0
         self._cancelled = False
+        self._may_cancel = True
         self._ended = False
 
     def begin(self) -> None:
@@ -243,17 +253,17 @@ class _Watch:
             return False
         return self._task.uncancel() <= self._cancelling
 
-    async def named(self, error: Exception) -> EngineError | None:
-        """What `error` says about the browser; its death may be announced a moment after the call failed."""
-        fault = self._engine.classify(error)
-        generation = self._lease.generation
-        if fault is Fault.page_crashed:
-            return self._page_error()
-        if fault is Fault.gone:
+    async def explain(self, error: Exception) -> EngineError | None:
+        """Stop watching; returns the death that `error` came of, which may be announced a moment after it."""
+        self._may_cancel = False
+        hint = self._engine.classify(error)
+        if hint is not None:
             deadline = asyncio.get_running_loop().time() + FAULT_GRACE_S
-            while generation.lost is None and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110 -- bounded
+            while self._fault is None and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110 -- bounded
                 await asyncio.sleep(0.01)
-        return crashed(self._engine.name, generation) if generation.lost is not None else None
+        if hint is Fault.page_crashed and self._fault is None:
+            self._fault = self._page_error()
+        return self.end()
 
     def _browser_lost(self, reason: str) -> None:
         self._notice(crashed(self._engine.name, self._lease.generation))
@@ -278,7 +288,7 @@ class _Watch:
             self._timer = asyncio.get_running_loop().call_later(FAULT_GRACE_S, self._cancel)
 
     def _cancel(self) -> None:
-        if self._task is not None and not self._ended:
+        if self._task is not None and self._may_cancel and not self._ended:
             self._cancelled = True
             self._task.cancel()
 

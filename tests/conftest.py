@@ -7,7 +7,6 @@ import multiprocessing.resource_tracker
 import os
 import secrets
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -67,22 +66,30 @@ def state_dir() -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="aw-")).resolve()
     try:
         yield directory
+        embedded.stop(directory)
+        _end_servers_below(directory)
     finally:
-        try:
-            embedded.stop(directory)
-        finally:
-            _kill_server(directory)
-            shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
-def _kill_server(directory: Path) -> None:
-    """The last resort, for a server that a test has broken; its pid file is in a directory of the test's own."""
+def _end_servers_below(directory: Path) -> None:
+    """A server overwrites its environment, so it is found by where it works: in a directory of the test's own."""
+    deadline = time.monotonic() + LEFTOVERS_TIMEOUT_S
+    while left := [process for process in psutil.process_iter() if _works_below(process, directory)]:
+        if time.monotonic() >= deadline:
+            named = [_described(process) for process in left]
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            pytest.fail("processes in the state directory were left over:\n" + "\n".join(named), pytrace=False)
+        time.sleep(0.05)
+
+
+def _works_below(process: psutil.Process, directory: Path) -> bool:
     try:
-        server = psutil.Process(int((directory / "valkey.pid").read_text()))
-        if Path(server.cwd()) == directory:
-            server.send_signal(signal.SIGKILL)
-    except (OSError, ValueError, psutil.Error):
-        pass
+        return process.pid != os.getpid() and Path(process.cwd()).is_relative_to(directory)
+    except (psutil.Error, OSError):
+        return False
 
 
 @pytest.fixture(autouse=True)

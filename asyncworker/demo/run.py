@@ -44,6 +44,9 @@ THREADS = 4
 SHOP_FIELDS = {"title": "h1", "price": ".price"}
 OWN_FIELDS = {"title": "title"}
 
+#: A page that does not answer is tried once more, soon: someone is watching.
+RETRIES: dict[str, Any] = {"max_retries": 1, "min_backoff": 500, "max_backoff": 1_000}
+
 #: Messages that are not done after this are given up: the demo says so and shows the worker's log.
 LIMIT_MS = 120_000
 STOP_TIMEOUT_MS = 30_000
@@ -170,7 +173,7 @@ class _Demo:
     def _send(self, broker: dramatiq.Broker) -> list[Message[Any]]:
         scrape = broker.get_actor("pages.scrape")
         fields = SHOP_FIELDS if self._site else OWN_FIELDS
-        return [scrape.send(url, fields) for url in self._urls]
+        return [scrape.send_with_options(args=(url, fields), **RETRIES) for url in self._urls]
 
     def _collect(
         self, broker: dramatiq.Broker, messages: list[Message[Any]], worker: subprocess.Popen[bytes]

@@ -23,6 +23,7 @@ class Fault(StrEnum):
 
     gone = "gone"  # the browser, its context or its page is closed, by a crash or by the code itself
     page_crashed = "page_crashed"
+    unclear = "unclear"  # what a crash says too, a moment before it is announced
 
 
 class Launched(Protocol):
@@ -120,7 +121,7 @@ def _classify_one(error: BaseException) -> Fault | None:
         return Fault.page_crashed
     if "TargetClosedError" in names or any(phrase in text for phrase in _GONE):
         return Fault.gone
-    return None
+    return Fault.unclear if any(phrase in text for phrase in _UNCLEAR) else None
 
 
 def context_options(identity: Identity) -> dict[str, Any]:
@@ -131,6 +132,7 @@ def context_options(identity: Identity) -> dict[str, Any]:
 
 _LIBRARIES = ("playwright", "invisible_playwright")
 _PAGE_CRASHED = ("Target crashed", "Page crashed")
+_UNCLEAR = ("ERR_ABORTED", "frame was detached", "Execution context was destroyed")
 _GONE = (
     "Target closed",
     "has been closed",

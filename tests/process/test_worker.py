@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -253,3 +254,31 @@ def test_a_warm_worker_has_its_browser_up_before_the_first_message(state_dir, si
         assert deployment.result(deployment.send("probe.visit", site.product_url(1)))["generation"] == 1
         assert worker.stop() == 0
     assert deployment.counts()["browsers_launched"] == 1
+
+
+def test_what_the_driver_writes_to_stderr_is_in_the_log_and_silences_nothing(
+    deployment: Deployment, site: BehaviourSite
+) -> None:
+    script = deployment.directory / "talk.js"
+    script.write_text("if (process.argv.includes('run-driver')) setInterval(() => console.error('moo'), 50);\n")
+    with deployment.worker(environment={"NODE_OPTIONS": f"--require {script}"}) as worker:
+        for number in range(1, 4):
+            deployment.result(deployment.send("probe.visit", site.product_url(number)))
+        worker.wait_for_log("driver: moo", times=3)
+        assert worker.stop() == 0
+    assert worker.log.count("outcome=succeeded") == 3
+    assert "Worker has been shut down" in worker.log
+
+
+def test_a_watched_worker_reloads_its_actors_and_its_browser(deployment: Deployment, tmp_path: Path) -> None:
+    source = "from asyncworker import actor\n\n@actor(store_results=True)\nasync def version(session):\n    return {}\n"
+    module = tmp_path / "actors.py"
+    module.write_text(source.format(1))
+    with deployment.worker("-p", "1", "-t", "1", "--watch", str(tmp_path), cwd=tmp_path) as worker:
+        assert deployment.result(deployment.send("version")) == 1
+        module.write_text(source.format(2))
+        worker.wait_for_log("Worker process is ready for action", times=2)
+        assert deployment.result(deployment.send("version")) == 2
+        assert worker.stop() == 0
+    counts = deployment.counts()
+    assert (counts["browsers_launched"], counts["contexts_opened"], counts["contexts_closed"]) == (2, 2, 2)

@@ -58,7 +58,7 @@ class Witness(asyncworker.Middleware):
         self._saw("after_worker_shutdown")
 
 
-if path := os.environ.get("HOOKS_FILE"):
+if path := os.environ.get("HOOKS_FILE"):  # noqa: TID251 -- set by the test
     get_broker().add_middleware(Witness(Path(path)))
 
 
