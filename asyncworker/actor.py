@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 
@@ -51,16 +52,48 @@ class SessionActor(dramatiq.Actor[P, R]):
     ) -> Message[R]:
         """Build a message; its seed is in its kwargs from here on.
 
+        Arguments may still be missing: in a pipeline, the result of the message before is one.
+
         Raises:
             InvalidArguments: When the arguments do not fit the function.
             InvalidSeed: When the seed is none.
             BrokerUnavailable: When the deployment's seed is not known yet and the store does not answer.
         """
         given = dict(kwargs or {})
-        self._check_arguments(tuple(args), given)
+        self.check_arguments(tuple(args), given, partly=True)
         seed = given.get("seed")
         given["seed"] = self._default_seed() if seed is None else checked_seed(seed)
         return super().message_with_options(args=args, kwargs=given, **options)
+
+    def send_with_options(
+        self,
+        *,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        delay: timedelta | int | None = None,
+        **options: Any,
+    ) -> Message[R]:
+        """Send a message with options of its own; `delay` is in ms, or a timedelta.
+
+        Raises:
+            InvalidArguments: When the arguments do not fit the function, or one is missing.
+            InvalidSeed: When the seed is none.
+            BrokerUnavailable: When the broker did not take the message.
+        """
+        self.check_arguments(tuple(args), kwargs or {})
+        return super().send_with_options(args=args, kwargs=kwargs, delay=delay, **options)
+
+    def check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, partly: bool = False) -> None:
+        """Raise InvalidArguments unless they fit the function; `partly`: some may still be missing."""
+        named = kwargs if self._takes_seed else {name: kwargs[name] for name in kwargs if name != "seed"}
+        try:
+            bind = self._signature.bind_partial if partly else self._signature.bind
+            bind(None, *args, **named)
+        except TypeError as error:
+            raise InvalidArguments(
+                f"{self.actor_name}{_as_called(self._signature)} cannot be called with these arguments: {error}",
+                actor=self.actor_name,
+            ) from None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Called by a worker thread for each attempt.
@@ -85,20 +118,9 @@ class SessionActor(dramatiq.Actor[P, R]):
             return new_seed()
         return self._middleware.deployment_seed()
 
-    def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        named = kwargs if self._takes_seed else {name: kwargs[name] for name in kwargs if name != "seed"}
-        try:
-            self._signature.bind(None, *args, **named)
-        except TypeError as error:
-            wanted = _as_called(self._signature)
-            raise InvalidArguments(
-                f"{self.actor_name}{wanted} cannot be called with these arguments: {error}",
-                actor=self.actor_name,
-            ) from None
-
     def _run_in_session(self, fn: _Function[P, R]) -> Callable[P, Awaitable[R]]:
         async def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            self._check_arguments(args, kwargs)
+            self.check_arguments(args, kwargs)
             attempt = current_attempt.get()
             runtime = self._middleware.runtime
             if attempt is None:

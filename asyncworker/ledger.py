@@ -58,7 +58,7 @@ class Ledger(Protocol):
         """Append a row; the returned one has its attempt number, counted from 1 within its message."""
 
     def close(self, row: Row) -> None:
-        """Replace the open row of the same message and attempt."""
+        """Replace the open row of the same message and attempt; nothing happens when it is known no more."""
 
     def rows(self, message_id: str) -> list[Row]:
         """The rows of one message, first attempt first; empty when none is known."""
@@ -86,7 +86,9 @@ class MemoryLedger:
 
     def close(self, row: Row) -> None:
         with self._lock:
-            self._rows[row.message_id][row.attempt - 1] = row
+            rows = self._rows.get(row.message_id, [])
+            if 1 <= row.attempt <= len(rows):
+                rows[row.attempt - 1] = row
 
     def rows(self, message_id: str) -> list[Row]:
         with self._lock:
@@ -104,7 +106,8 @@ class MemoryLedger:
 class RedisLedger:
     """A ledger in the broker's store.
 
-    Keys: a list `<namespace>:attempts:<message_id>` of JSON rows, and a hash `<namespace>:workers`.
+    Keys: a list `<namespace>:attempts:<message_id>` of JSON rows, a JSON object `<namespace>:counts:<worker>`, and
+    the set `<namespace>:workers` of those who have counted.
     """
 
     def __init__(self, client: Any, *, namespace: str = "asyncworker") -> None:
@@ -121,25 +124,55 @@ class RedisLedger:
         return replace(row, attempt=int(number))
 
     def close(self, row: Row) -> None:
-        self._client.lset(self._key(row.message_id), row.attempt - 1, _written(row))
+        if row.attempt < 1:  # Redis would count such a place from the end
+            return
+        key = self._key(row.message_id)
+        with self._client.pipeline() as pipe:
+            pipe.lset(key, row.attempt - 1, _written(row))
+            pipe.pexpire(key, KEPT_MS)
+            replaced, _ = pipe.execute(raise_on_error=False)
+        if isinstance(replaced, Exception) and not str(replaced).endswith(_NO_SUCH_ROW):
+            raise replaced
 
     def rows(self, message_id: str) -> list[Row]:
         texts = self._client.lrange(self._key(message_id), 0, -1)
         return [replace(_read(text), attempt=number) for number, text in enumerate(texts, start=1)]
 
     def count(self, worker: str, counts: Mapping[str, int]) -> None:
-        key = f"{self._namespace}:workers"
+        # A key of its own for each worker: the living must not keep the dead.
         with self._client.pipeline() as pipe:
-            pipe.hset(key, worker, json.dumps(dict(counts)))
-            pipe.pexpire(key, KEPT_MS)
-            pipe.execute()
+            pipe.sadd(self._workers, worker)
+            pipe.pexpire(self._workers, KEPT_MS)
+            pipe.set(self._counts_key(worker), json.dumps(dict(counts)), px=KEPT_MS)
+            is_new, _, _ = pipe.execute()
+        if is_new:
+            self.counts()  # forgets those that are known no more, also where no one ever asks
 
     def counts(self) -> dict[str, dict[str, int]]:
-        stored = self._client.hgetall(f"{self._namespace}:workers")
-        return {worker.decode(): json.loads(counts) for worker, counts in stored.items()}
+        workers = sorted(_text(worker) for worker in self._client.smembers(self._workers))
+        stored = self._client.mget([self._counts_key(worker) for worker in workers]) if workers else []
+        known = {worker: json.loads(counts) for worker, counts in zip(workers, stored, strict=True) if counts}
+        if forgotten := [worker for worker in workers if worker not in known]:
+            self._client.srem(self._workers, *forgotten)
+        return known
+
+    @property
+    def _workers(self) -> str:
+        return f"{self._namespace}:workers"
+
+    def _counts_key(self, worker: str) -> str:
+        return f"{self._namespace}:counts:{worker}"
 
     def _key(self, message_id: str) -> str:
         return f"{self._namespace}:attempts:{message_id}"
+
+
+#: How Redis says that an attempt's row has expired, or was flushed.
+_NO_SUCH_ROW = ("no such key", "index out of range")
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def _written(row: Row) -> str:

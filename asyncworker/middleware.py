@@ -213,9 +213,9 @@ class BrowserMiddleware(Middleware):
         self._runtime.default_seed = self.deployment_seed
         set_runtime(self._runtime, self._loop.loop)
         threading.Thread(target=self._sweep, name="asyncworker-sweep", daemon=True).start()
-        slots = self._trim(broker, worker)
-        if slots is not None:
-            self._runtime.limit(slots)
+        self._runtime.limit(self.settings.slots or DEFAULT_SLOTS)
+        if _serves_sessions(broker, worker):
+            self._trim(worker)
             self._check_engine()
         worker.queue_prefetch = worker.worker_threads  # no message waits here while another worker is idle
 
@@ -243,15 +243,12 @@ class BrowserMiddleware(Middleware):
             loop.stop()
             self._loop = self._runtime = None
 
-    def _trim(self, broker: Broker, worker: Worker) -> int | None:
-        """Fit the worker's threads to the contexts it may have; None when it serves no actor with a session."""
-        if not _serves_sessions(broker, worker):
-            return None
-        slots = min(worker.worker_threads, self.settings.slots or DEFAULT_SLOTS)
-        most = self.runtime.engine.max_contexts
-        reason = "ASYNCWORKER_SLOTS"
-        if most is not None and most < slots:
-            slots, reason = most, f"a browser of the engine {self.runtime.engine.name} serves no more at once"
+    def _trim(self, worker: Worker) -> None:
+        """Fit the worker's threads to the contexts that it may have."""
+        slots, reason = self.settings.slots or DEFAULT_SLOTS, "ASYNCWORKER_SLOTS"
+        engine = self.runtime.engine
+        if engine.max_contexts is not None and engine.max_contexts < slots:
+            slots, reason = engine.max_contexts, f"a browser of the engine {engine.name} serves no more at once"
         if slots < worker.worker_threads:
             logger.warning(
                 "%d threads trimmed to %d slots (%s): concurrency is the request rate",
@@ -260,7 +257,6 @@ class BrowserMiddleware(Middleware):
                 reason,
             )
             worker.worker_threads = slots
-        return slots
 
     def _check_engine(self) -> None:
         if self._loop is None:

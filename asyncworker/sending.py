@@ -10,6 +10,7 @@ import dramatiq
 from dramatiq import Broker, Message
 from dramatiq.results.errors import ResultFailure, ResultTimeout
 
+from asyncworker.actor import SessionActor
 from asyncworker.broker import get_broker
 from asyncworker.deployment import import_actors
 from asyncworker.errors import ConfigurationError
@@ -101,6 +102,8 @@ def send_message(
     except ImportError as error:
         raise ConfigurationError(str(error), name="ASYNCWORKER_ACTORS") from error
     actor = _actor(broker, actor_name)
+    if isinstance(actor, SessionActor):
+        actor.check_arguments(tuple(args), kwargs)
     options = {"store_results": True} if results else {}
     message = actor.message_with_options(args=tuple(args), kwargs=kwargs, **options)
     if queue is not None:

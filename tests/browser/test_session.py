@@ -96,7 +96,7 @@ async def test_a_crashed_page_is_named_and_the_browser_lives_on(runtime: Runtime
 
 
 async def test_a_page_that_the_code_closed_itself_is_no_crash(runtime: Runtime) -> None:
-    with pytest.raises(Exception, match="has been closed") as caught:  # noqa: PT012
+    with pytest.raises(Exception, match="has been closed") as caught:
         async with runtime.session(Attempt(seed=1)) as session:
             await session.page.close()
             await session.page.title()

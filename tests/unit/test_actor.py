@@ -80,7 +80,7 @@ def test_wrong_arguments_are_refused_where_they_are_sent_with_the_signature(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     with pytest.raises(InvalidArguments, match=r"title\(url: str, \*, seed: int \| None = None\)"):
-        declared().message(*args, **kwargs)
+        declared().send(*args, **kwargs)
 
 
 def test_an_actor_without_a_parameter_seed_gets_it_from_its_session() -> None:

@@ -1,0 +1,215 @@
+"""What every ledger does: the one in memory, and the one in a real Valkey."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from asyncworker import embedded, ledger
+from asyncworker.identity import MAX_SEED
+from asyncworker.ledger import Ledger, MemoryLedger, Outcome, RedisLedger, Row
+from tests.waiting import wait_until
+
+OPENED = Row(message_id="m1", attempt=1, actor="pages.title", seed=42, worker="host:7", opened_ms=1_000)
+
+
+@pytest.fixture
+def store(state_dir: Path) -> Iterator[redis.Redis]:
+    with redis.Redis(unix_socket_path=str(embedded.ensure(state_dir))) as client:
+        yield client
+
+
+@pytest.fixture(params=["memory", "redis", "redis that decodes"])
+def book(request: pytest.FixtureRequest) -> Iterator[Ledger]:
+    if request.param == "memory":
+        yield MemoryLedger()
+        return
+    store: redis.Redis = request.getfixturevalue("store")
+    if request.param == "redis":
+        yield RedisLedger(store)
+        return
+    with redis.Redis(**store.get_connection_kwargs() | {"decode_responses": True}) as decoding:
+        yield RedisLedger(decoding)
+
+
+# rows
+
+
+def test_a_message_that_no_one_knows_has_no_rows(book: Ledger) -> None:
+    assert book.rows("never") == []
+
+
+def test_an_open_row_says_that_its_attempt_runs(book: Ledger) -> None:
+    assert book.open(OPENED) == OPENED
+    assert book.rows("m1") == [OPENED]
+    assert OPENED.outcome is Outcome.running
+    assert OPENED.took_ms is None
+
+
+def test_a_closed_row_stands_in_place_of_the_open_one(book: Ledger) -> None:
+    opened = book.open(OPENED)
+    closed = replace(opened, closed_ms=1_250, outcome=Outcome.failed, generation=3, error="ValueError: 'ü'\n\0")
+    book.close(closed)
+    (row,) = book.rows("m1")
+    assert row == closed
+    assert row.outcome is Outcome.failed
+    assert row.took_ms == 250
+
+
+@pytest.mark.parametrize("outcome", Outcome)
+def test_every_outcome_is_kept(book: Ledger, outcome: Outcome) -> None:
+    book.close(replace(book.open(OPENED), outcome=outcome))
+    assert book.rows("m1")[0].outcome is outcome
+
+
+@pytest.mark.parametrize("seed", [None, 0, MAX_SEED])
+def test_every_seed_is_kept_to_the_last_digit(book: Ledger, seed: int | None) -> None:
+    assert book.open(replace(OPENED, seed=seed)).seed == seed
+    assert book.rows("m1")[0].seed == seed
+
+
+def test_attempts_are_numbered_by_the_ledger_whatever_the_worker_believes(book: Ledger) -> None:
+    """A worker counts retries; an attempt that its worker's death cut short is none to it, but has its row here."""
+    numbers = [book.open(replace(OPENED, attempt=believed)).attempt for believed in (1, 1, 7)]
+    assert numbers == [1, 2, 3]
+    assert [row.attempt for row in book.rows("m1")] == [1, 2, 3]
+
+
+def test_attempts_of_other_messages_do_not_count(book: Ledger) -> None:
+    book.open(OPENED)
+    assert book.open(replace(OPENED, message_id="m2")).attempt == 1
+    assert len(book.rows("m1")) == len(book.rows("m2")) == 1
+
+
+def test_closing_one_attempt_leaves_the_others_as_they_are(book: Ledger) -> None:
+    first, second, third = (book.open(OPENED) for _ in range(3))
+    book.close(replace(second, outcome=Outcome.crashed))
+    assert book.rows("m1") == [first, replace(second, outcome=Outcome.crashed), third]
+
+
+def test_a_row_may_be_closed_twice_and_the_last_word_stands(book: Ledger) -> None:
+    opened = book.open(OPENED)
+    book.close(replace(opened, outcome=Outcome.failed))
+    book.close(replace(opened, outcome=Outcome.rejected))
+    assert [row.outcome for row in book.rows("m1")] == [Outcome.rejected]
+
+
+@pytest.mark.parametrize("attempt", [-1, 0, 2])
+def test_closing_an_attempt_that_was_never_opened_changes_nothing(book: Ledger, attempt: int) -> None:
+    book.open(OPENED)
+    book.close(replace(OPENED, attempt=attempt, outcome=Outcome.failed))
+    assert book.rows("m1") == [OPENED]
+
+
+def test_closing_a_row_of_a_message_that_is_known_no_more_changes_nothing(book: Ledger) -> None:
+    """An attempt may take longer than its row is kept, and a store may be flushed."""
+    book.close(replace(OPENED, outcome=Outcome.succeeded))
+    assert book.rows("m1") == []
+    assert book.open(OPENED).attempt == 1
+
+
+def test_what_is_read_is_a_copy(book: Ledger) -> None:
+    book.open(OPENED)
+    book.rows("m1").clear()
+    assert book.rows("m1") == [OPENED]
+
+
+def test_attempts_opened_at_the_same_moment_have_numbers_of_their_own(book: Ledger) -> None:
+    gate = threading.Barrier(8)
+
+    def open_some(_: int) -> list[int]:
+        gate.wait()
+        return [book.open(OPENED).attempt for _ in range(25)]
+
+    with ThreadPoolExecutor(8) as pool:
+        numbers = [number for some in pool.map(open_some, range(8)) for number in some]
+    assert sorted(numbers) == list(range(1, 201))
+    assert [row.attempt for row in book.rows("m1")] == list(range(1, 201))
+
+
+# counts
+
+
+def test_no_one_has_counted_at_first(book: Ledger) -> None:
+    assert book.counts() == {}
+
+
+def test_the_last_counts_of_every_worker_are_known(book: Ledger) -> None:
+    book.count("host:7", {"contexts_opened": 1, "browsers_launched": 1})
+    book.count("höst:8", {"contexts_opened": 5})
+    book.count("host:7", {"contexts_opened": 2})
+    assert book.counts() == {"host:7": {"contexts_opened": 2}, "höst:8": {"contexts_opened": 5}}
+
+
+def test_counting_again_in_the_same_mapping_does_not_change_what_was_stored(book: Ledger) -> None:
+    counts = {"contexts_opened": 1}
+    book.count("host:7", counts)
+    counts["contexts_opened"] = 9
+    book.counts()["host:7"]["contexts_opened"] = 8
+    assert book.counts() == {"host:7": {"contexts_opened": 1}}
+
+
+# what only a store does
+
+
+def test_rows_and_counts_are_found_by_whoever_has_the_store(store: redis.Redis) -> None:
+    RedisLedger(store).open(OPENED)
+    RedisLedger(store).count("host:7", {"contexts_opened": 1})
+    assert RedisLedger(store).rows("m1") == [OPENED]
+    assert RedisLedger(store).counts() == {"host:7": {"contexts_opened": 1}}
+    assert RedisLedger(store, namespace="other").rows("m1") == []
+    assert RedisLedger(store, namespace="other").counts() == {}
+
+
+def test_nothing_is_kept_for_ever(store: redis.Redis) -> None:
+    book = RedisLedger(store)
+    book.close(replace(book.open(OPENED), outcome=Outcome.succeeded))
+    book.count("host:7", {"contexts_opened": 1})
+    lives: dict[Any, int] = {key: store.pttl(key) for key in store.scan_iter()}
+    assert len(lives) == 3
+    assert all(0 < life <= ledger.KEPT_MS for life in lives.values()), lives
+
+
+def test_a_row_is_kept_after_its_last_change_not_after_its_first(
+    store: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = RedisLedger(store)
+    with monkeypatch.context() as short:
+        short.setattr(ledger, "KEPT_MS", 60_000)
+        opened = book.open(OPENED)
+    book.close(replace(opened, outcome=Outcome.succeeded))
+    assert store.pttl("asyncworker:attempts:m1") > 60_000
+
+
+def test_a_living_worker_does_not_keep_the_counts_of_a_dead_one(
+    store: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = RedisLedger(store)
+    with monkeypatch.context() as short:
+        short.setattr(ledger, "KEPT_MS", 20)
+        book.count("dead", {"contexts_opened": 1})
+    book.count("living", {"contexts_opened": 1})
+    wait_until(lambda: "dead" not in book.counts(), "the dead one is forgotten")
+    assert book.counts() == {"living": {"contexts_opened": 1}}
+    assert store.smembers("asyncworker:workers") == {b"living"}
+
+
+def test_a_store_that_refuses_a_row_is_an_error(store: redis.Redis) -> None:
+    """Unlike a row that is known no more: it would be lost silently."""
+    book = RedisLedger(store)
+    opened = book.open(OPENED)
+    store.config_set("maxmemory", 1)
+    for write in (lambda: book.open(OPENED), lambda: book.close(opened), lambda: book.count("host:7", {"n": 1})):
+        with pytest.raises(redis.RedisError, match=r"OOM|maxmemory"):
+            write()
+    store.config_set("maxmemory", 0)
+    store.set("asyncworker:attempts:m2", "no list")
+    with pytest.raises(redis.RedisError, match="WRONGTYPE"):
+        book.close(replace(opened, message_id="m2"))
