@@ -52,6 +52,7 @@ def import_actors(settings: Settings) -> list[str]:
 
 def _import_with_submodules(package: str) -> list[str]:
     module = _import(package)
+    _check_place(package, module)
     names = [package]
     for found in sorted(pkgutil.walk_packages(getattr(module, "__path__", []), f"{package}."), key=lambda m: m.name):
         _import(found.name)
@@ -71,6 +72,20 @@ def _import(name: str) -> ModuleType:
         ) from None
     except Exception as error:
         raise _failed(name) from error
+
+
+def _check_place(package: str, module: ModuleType) -> None:
+    """Refuse actors from elsewhere while this directory has some of that name.
+
+    A folder without `__init__.py` yields to any real package of its name, such as another project's that is
+    installed: its actors would be served, and nobody would know why.
+    """
+    here = Path.cwd().joinpath(*package.split("."))
+    places = [*getattr(module, "__path__", []), getattr(module, "__file__", None) or ""]
+    if here.is_dir() and any(here.glob("*.py")) and not any(Path(place) == here for place in places):
+        raise ImportError(
+            f"{here} is not what `import {package}` finds: that is {places[0]}; add an empty __init__.py to {here}"
+        )
 
 
 def _failed(name: str) -> ImportError:

@@ -54,7 +54,10 @@ class ConfigurationError(AsyncworkerError):
 
 
 class DeclarationError(ConfigurationError, TypeError):
-    """An @actor cannot work as it is written; raised where it is declared, never in a worker."""
+    """An @actor cannot work as it is written; correct its declaration.
+
+    Raised where it is declared, never in a worker.
+    """
 
 
 class BrokerUnavailable(AsyncworkerError):
@@ -133,7 +136,9 @@ class PageCrashed(EngineError):
 
 
 class PhaseTimeout(EngineError, TimeoutError):
-    """A step of the runtime took too long: `phase` names it (`browser`, `context`, `page` or `close`).
+    """A step of the runtime took too long; the message is retried, or set its ASYNCWORKER_..._TIMEOUT_MS higher.
+
+    `phase` names the step: `browser`, `context`, `page` or `close`.
 
     Not raised for the actor's own code: that is Dramatiq's TimeLimitExceeded or Playwright's TimeoutError.
     """

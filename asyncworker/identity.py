@@ -31,8 +31,16 @@ def checked_seed(seed: object) -> int:
         InvalidSeed: When it is no integer (True and 7.0 are none) or outside 0 to 2**63-1.
     """
     if type(seed) is not int or not 0 <= seed <= MAX_SEED:
-        raise InvalidSeed(f"{seed!r} is no seed: a seed is an integer from 0 to 2**63-1", seed=seed)
+        raise InvalidSeed(f"{_shortened(seed)} is no seed: a seed is an integer from 0 to 2**63-1", seed=seed)
     return seed
+
+
+def _shortened(seed: object) -> str:
+    """Whatever a message held, as a sentence can hold it."""
+    if isinstance(seed, int) and seed.bit_length() > 256:  # Python refuses to write one of thousands of digits
+        return f"an integer of {seed.bit_length()} bits"
+    text = repr(seed)
+    return text if len(text) <= 100 else f"{text[:99]}…"
 
 
 def stream(seed: int, name: str) -> random.Random:

@@ -41,8 +41,8 @@ from dramatiq import Broker, MessageProxy, Worker
 from dramatiq.asyncio import set_event_loop_thread
 from dramatiq.common import q_name
 from dramatiq.middleware import Middleware as DramatiqMiddleware
+from dramatiq.middleware import MiddlewareError, Shutdown, TimeLimitExceeded
 from dramatiq.middleware import Retries as DramatiqRetries
-from dramatiq.middleware import Shutdown, TimeLimitExceeded
 
 from asyncworker import processes
 from asyncworker.engines import Engine
@@ -80,6 +80,10 @@ class Middleware(DramatiqMiddleware):
 
     def after_retry_message(self, broker: Broker, message: MessageProxy, *, exception: BaseException) -> None:
         """Called after a failed message was enqueued again; its option `retries` counts from 1."""
+
+
+class BootFailed(MiddlewareError):
+    """The worker process has no loop or no engine to ask, so it ends instead of failing every message."""
 
 
 def emit_receive(broker: Broker, message: MessageProxy) -> None:
@@ -204,6 +208,13 @@ class BrowserMiddleware(Middleware):
     # --- boot and shutdown
 
     def before_worker_boot(self, broker: Broker, worker: Worker) -> None:
+        try:
+            self._boot(broker, worker)
+        except Exception as error:
+            # Any other exception of a hook is logged, and the worker goes on without what it should have made.
+            raise BootFailed(f"this worker cannot start: {error}") from error
+
+    def _boot(self, broker: Broker, worker: Worker) -> None:
         self.worker_id = f"{socket.gethostname()}:{os.getpid()}"
         self._loop = LoopThread(cleanup_timeout_ms=self.settings.cleanup_timeout_ms)
         self._loop.start()

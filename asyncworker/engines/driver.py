@@ -12,9 +12,9 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from asyncworker import processes
 from asyncworker.settings import child_environment
@@ -27,7 +27,12 @@ logger = logging.getLogger("asyncworker.driver")
 #: A line longer than this is cut: the log is for people.
 LONGEST_LINE = 4_000
 
-_spawning: ContextVar[dict[str, Any] | None] = ContextVar("asyncworker_driver_spawning", default=None)
+#: How long the rest of the driver's stderr may take to come, once the driver has ended.
+LAST_LINES_TIMEOUT_S = 1.0
+
+#: What the driver that is being started in this context is started with; emptied as soon as it is up, since
+#: Playwright's own tasks, and the code's event handlers in them, keep the context for ever.
+_spawning: ContextVar[dict[str, Any]] = ContextVar("asyncworker_driver_spawning")
 
 
 class Driver:
@@ -53,20 +58,34 @@ class Driver:
 
         token = processes.new_token("driver")
         reading, writing = os.pipe()
-        drain = asyncio.create_task(_drain(reading), name="asyncworker-driver-stderr")
+        drain = asyncio.create_task(_drain(os.fdopen(reading, "rb", 0)), name="asyncworker-driver-stderr")
+        environment = child_environment(**{processes.VARIABLE: str(token)})
         try:
-            with _spawn_with(stderr=writing, env=child_environment(**{processes.VARIABLE: str(token)})):
+            with _spawn_with(stderr=writing, env=environment, start_new_session=True):
                 playwright = await async_playwright().start()
         except BaseException:
-            await asyncio.shield(asyncio.to_thread(processes.kill_launch, token))
-            raise
-        finally:
             os.close(writing)
+            await asyncio.shield(_abandon(token, drain))
+            raise
+        os.close(writing)
         return cls(playwright, token, drain)
 
-    def on_lost(self, callback: Callable[[], None]) -> None:
-        """Call `callback()` once, when the driver is gone without `stop`."""
+    def on_lost(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback()` once, on the loop, when the driver is gone without `stop`; soon, when it is already.
+
+        Returns:
+            What to call when it is no longer of interest: a driver outlives many browsers.
+        """
+        if self.lost:
+            asyncio.get_running_loop().call_soon(callback)
+            return lambda: None
         self._callbacks.append(callback)
+
+        def forget() -> None:
+            if callback in self._callbacks:
+                self._callbacks.remove(callback)
+
+        return forget
 
     async def stop(self, timeout_ms: int) -> None:
         """Stop the driver, or kill it after `timeout_ms`. Never raises."""
@@ -80,48 +99,69 @@ class Driver:
             stopping.cancel()
         elif not stopping.cancelled() and (error := stopping.exception()) is not None:
             logger.debug("the driver's stop said: %s", error)
-        self._drain.cancel()
-        await asyncio.wait({self._drain})
+        await _finish(self._drain)
 
-    def _stderr_ended(self, _: asyncio.Task[None]) -> None:
+    def _stderr_ended(self, drain: asyncio.Task[None]) -> None:
         """The pipe ends when node does: nothing else holds its other end."""
-        if self._stopping:
+        if self._stopping or drain.cancelled():  # cancelled with its loop: no one has stopped anything
             return
         self.lost = True
-        for callback in self._callbacks:
-            callback()
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            asyncio.get_running_loop().call_soon(callback)  # each by itself: one that fails must not hide the others
+
+
+class _Spawner:
+    """A loop's `subprocess_exec` while drivers are started on it; every other subprocess stays as it is."""
+
+    def __init__(self, original: Callable[..., Awaitable[Any]]) -> None:
+        self.original = original
+        self.starts = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Awaitable[Any]:
+        return self.original(*args, **(kwargs | _spawning.get({})))
 
 
 @contextlib.contextmanager
 def _spawn_with(**options: Any) -> Iterator[None]:
     """Give the subprocess that Playwright starts on this loop other options than Playwright chose.
 
-    Playwright has no parameter for them. The loop's own `subprocess_exec` is the narrowest public place; the
-    context variable keeps every other subprocess that starts meanwhile as it is.
+    Playwright has no parameter for them. The loop's own `subprocess_exec` is the narrowest public place.
     """
-    loop = asyncio.get_running_loop()
-    original = loop.subprocess_exec
-
-    async def subprocess_exec(*args: Any, **kwargs: Any) -> Any:
-        chosen = _spawning.get()
-        if chosen is not None:
-            kwargs |= chosen | {"start_new_session": True}
-        return await original(*args, **kwargs)
-
+    loop: Any = asyncio.get_running_loop()
+    if not isinstance(loop.subprocess_exec, _Spawner):
+        loop.subprocess_exec = _Spawner(loop.subprocess_exec)
+    spawner: _Spawner = loop.subprocess_exec
+    spawner.starts += 1
     token = _spawning.set(options)
-    loop.subprocess_exec = subprocess_exec  # type: ignore[method-assign]
     try:
         yield
     finally:
-        loop.subprocess_exec = original  # type: ignore[method-assign]
         _spawning.reset(token)
+        options.clear()
+        spawner.starts -= 1
+        if spawner.starts == 0 and loop.subprocess_exec is spawner:
+            loop.subprocess_exec = spawner.original
 
 
-async def _drain(reading: int) -> None:
+async def _abandon(token: processes.Token, drain: asyncio.Task[None]) -> None:
+    """Leave nothing of a start that failed."""
+    await asyncio.to_thread(processes.kill_launch, token)
+    await _finish(drain)
+
+
+async def _finish(drain: asyncio.Task[None]) -> None:
+    """Let the last lines of a driver that has ended come, and no longer."""
+    await asyncio.wait({drain}, timeout=LAST_LINES_TIMEOUT_S)
+    drain.cancel()
+    await asyncio.wait({drain})
+
+
+async def _drain(source: BinaryIO) -> None:
     """Log what the driver writes to stderr, line by line, until it ends."""
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(reading, "rb", 0)
+        lambda: asyncio.StreamReaderProtocol(reader), source
     )
     rest = b""
     try:

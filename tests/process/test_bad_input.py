@@ -157,6 +157,20 @@ def test_no_actors_here_is_said_with_what_to_do(deployment: Deployment, tmp_path
     assert "ASYNCWORKER_ACTORS" in said
 
 
+def test_a_folder_of_actors_that_another_package_hides_is_refused_with_the_remedy(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    (tmp_path / "actors").mkdir()
+    (tmp_path / "actors" / "mine.py").touch()
+    other = tmp_path / "other" / "actors"
+    other.mkdir(parents=True)
+    (other / "__init__.py").touch()
+    settings = as_environment(deployment.settings) | {"PYTHONPATH": str(other.parent)}
+    code, said = start_and_fail(settings, tmp_path)
+    assert code == 2
+    assert f"add an empty __init__.py to {tmp_path / 'actors'}" in said
+
+
 def test_a_wrong_setting_stops_the_worker_and_is_named_without_its_secrets(deployment: Deployment) -> None:
     settings = as_environment(deployment.settings) | {"ASYNCWORKER_PROXY": "http://user:hunter2@nowhere"}
     code, output = start_and_fail(settings, HOME)

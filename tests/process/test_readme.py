@@ -155,7 +155,7 @@ class Reader:
 def _environment() -> dict[str, str]:
     """A shell in which this environment's commands are found, with the one setting that a reader exports."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])  # noqa: TID251 -- tests are no part of the package
-    return child_environment(PATH=path, ASYNCWORKER_ENGINE="chromium")
+    return child_environment(PATH=path, ASYNCWORKER_ENGINE="chromium", PYTEST_ADDOPTS="")
 
 
 @pytest.fixture

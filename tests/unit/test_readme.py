@@ -25,7 +25,16 @@ import asyncworker
 from asyncworker import errors, middleware
 from asyncworker.engines import invisible
 from asyncworker.runtime import Session
-from asyncworker.settings import DEFAULT_SLOTS, PREFIX, EngineName, Settings, child_environment, load, markdown_table
+from asyncworker.settings import (
+    DEFAULT_SLOTS,
+    PREFIX,
+    EngineName,
+    Settings,
+    child_environment,
+    leave_invisible_core_alone,
+    load,
+    markdown_table,
+)
 from tests import readme
 from tests.readme import ROOT
 
@@ -134,6 +143,16 @@ def test_the_table_of_engines_has_each_engine_once() -> None:
     assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == list(EngineName)
 
 
+def test_the_errors_of_invisible_are_other_classes_than_those_of_playwright() -> None:
+    leave_invisible_core_alone()
+    from invisible_playwright.async_api import TimeoutError as theirs
+    from playwright.async_api import TimeoutError as stock
+
+    assert "`invisible_playwright.async_api.TimeoutError`" in TEXT
+    assert not issubclass(theirs, stock)
+    assert not issubclass(stock, theirs)
+
+
 def test_the_figures_in_it_are_those_of_the_code() -> None:
     arguments = _dramatiq(["asyncworker.actors"])
     settings = load({})
@@ -172,7 +191,10 @@ def _dramatiq(arguments: list[str]) -> argparse.Namespace:
 
 def test_the_make_targets_exist() -> None:
     targets = [command.split()[1] for command in readme.COMMANDS_NOT_RUN if command.startswith("make ")]
-    done = subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    environment = child_environment(MAKEFLAGS="")  # these tests may themselves be run by make
+    done = subprocess.run(
+        ["make", "-n", *targets], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "asyncworker demo" in done.stdout
     assert "pytest" in done.stdout

@@ -35,7 +35,8 @@ def book(request: pytest.FixtureRequest) -> Iterator[Ledger]:
     if request.param == "redis":
         yield RedisLedger(store)
         return
-    with redis.Redis(**store.get_connection_kwargs() | {"decode_responses": True}) as decoding:
+    path = store.get_connection_kwargs()["path"]
+    with redis.Redis(unix_socket_path=path, decode_responses=True) as decoding:
         yield RedisLedger(decoding)
 
 
