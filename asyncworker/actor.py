@@ -210,16 +210,17 @@ def actor(
 
 
 def default_name(function: Callable[..., Any], broker: Broker) -> str:
-    """`<module below the actors package>.<function>`: `pages.title` for `title` in `actors/pages.py`."""
+    """`<module below the actors package>.<function>`: `pages.title` in `actors/pages.py`, `title` in `actors.py`."""
     module = function.__module__
     if module == "__main__":
         main = sys.modules["__main__"]
         spec = getattr(main, "__spec__", None)
         module = spec.name if spec else Path(getattr(main, "__file__", None) or "__main__").stem
-    for middleware in broker.middleware:
-        if isinstance(middleware, BrowserMiddleware):
-            for package in middleware.settings.actors:
-                module = module.removeprefix(f"{package}.")
+    packages = [p for m in broker.middleware if isinstance(m, BrowserMiddleware) for p in m.settings.actors]
+    if module in packages:
+        return function.__name__
+    for package in packages:
+        module = module.removeprefix(f"{package}.")
     return f"{module}.{function.__name__}"
 
 

@@ -36,7 +36,7 @@ from asyncworker.errors import BrokerUnavailable, ConfigurationError
 from asyncworker.identity import new_seed
 from asyncworker.ledger import Ledger, RedisLedger
 from asyncworker.middleware import BrowserMiddleware, Retries, emit_receive
-from asyncworker.patience import patiently
+from asyncworker.patience import passes, patiently
 from asyncworker.settings import Settings, load
 
 logger = logging.getLogger("asyncworker.broker")
@@ -50,6 +50,7 @@ SEED_KEY = "asyncworker:seed"
 CONNECT_TIMEOUT_S = 5.0
 SOCKET_TIMEOUT_S = 10.0
 RESULT_SLICE_S = 2.0
+PAUSE_S = 0.2
 
 #: Time limits are checked this often. Dramatiq's default of a second is long beside a page that takes 0.1 s.
 TIME_LIMIT_CHECK_MS = 100
@@ -302,7 +303,13 @@ class PatientResults(RedisBackend):  # type: ignore[misc]  # Dramatiq leaves its
         key = self.build_message_key(message)
         deadline = time.monotonic() + (DEFAULT_TIMEOUT if timeout is None else timeout) / 1000
         while (left := deadline - time.monotonic()) > 0:
-            data = self.client.brpoplpush(key, key, max(0.01, min(left, RESULT_SLICE_S)))
+            try:
+                data = self.client.brpoplpush(key, key, max(0.01, min(left, RESULT_SLICE_S)))
+            except redis.RedisError as error:
+                if not passes(error) or deadline - time.monotonic() <= PAUSE_S:
+                    raise
+                time.sleep(PAUSE_S)  # it is away for the moment; the result is asked for again
+                continue
             if data is not None:
                 return self.unwrap_result(self.encoder.decode(data))
         raise ResultTimeout(message)

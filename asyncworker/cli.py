@@ -149,7 +149,9 @@ def show_settings(as_json: Json = False) -> None:
 
 def _run_workers(arguments: list[str]) -> int:
     """Run dramatiq as a child in this terminal; it hears Ctrl-C itself, and SIGTERM is handed on."""
-    child = subprocess.Popen([sys.executable, "-m", "dramatiq", "asyncworker.actors", *arguments])
+    from asyncworker.deployment import worker_command
+
+    child = subprocess.Popen(worker_command(*arguments))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, _: child.send_signal(received))

@@ -39,6 +39,16 @@ def start() -> Broker:
     return broker
 
 
+def worker_command(*options: str) -> list[str]:
+    """The command line `dramatiq asyncworker.actors` of this interpreter's environment.
+
+    The script, where there is one: on a reload `python -m dramatiq` may start another environment's interpreter.
+    """
+    script = Path(sys.executable).with_name("dramatiq")
+    command = [str(script)] if script.exists() else [sys.executable, "-m", "dramatiq"]
+    return [*command, "asyncworker.actors", *options]
+
+
 def import_actors(settings: Settings) -> list[str]:
     """Import the deployment's actors; returns the names of the modules.
 

@@ -33,6 +33,10 @@ logger = logging.getLogger("asyncworker")
 FAULT_GRACE_S = 0.25
 
 
+#: How long after a message's time limit a call of Playwright may still wait; cancelling it may not end it.
+AFTER_DEADLINE_MS = 1_000
+
+
 @dataclass(frozen=True)
 class Attempt:
     """One execution of a message.
@@ -183,11 +187,11 @@ class Runtime:
         await self.host.close()
 
     def _limit_waits(self, lease: Lease, attempt: Attempt) -> None:
-        """Playwright's own time limits never exceed what is left of the message's."""
+        """Playwright's own time limits end soon after the message's, which comes first: it is the error to see."""
         limit = self.settings.page_timeout_ms
         if attempt.deadline is not None:
             left = round((attempt.deadline - asyncio.get_running_loop().time()) * 1000)
-            limit = max(1, min(limit, left))
+            limit = max(1, min(limit, left + AFTER_DEADLINE_MS))
         lease.context.set_default_timeout(limit)
         lease.context.set_default_navigation_timeout(limit)
 

@@ -242,7 +242,8 @@ class Settings(BaseSettings):
     browser_wait_ms: Millis = Field(120_000, description="for a browser of the identity to be free or up")
     context_timeout_ms: Millis = Field(15_000, description="for a fresh context and its page to open")
     page_timeout_ms: Millis = Field(
-        30_000, description="Playwright's default for one action or navigation, never more than the time left"
+        30_000,
+        description="Playwright's default for one action or navigation, cut to what is left of the message",
     )
     close_timeout_ms: Millis = Field(20_000, description="for a context or a browser to close, before it is killed")
     cleanup_timeout_ms: Millis = Field(

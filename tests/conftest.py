@@ -61,6 +61,16 @@ def _no_browser() -> str | None:
 @pytest.fixture
 def state_dir() -> Iterator[Path]:
     """A directory whose path is short enough for a socket; an embedded server in it is stopped afterwards."""
+    yield from _temporary_state_dir()
+
+
+@pytest.fixture(scope="module")
+def module_state_dir() -> Iterator[Path]:
+    """The same, for all tests of a module."""
+    yield from _temporary_state_dir()
+
+
+def _temporary_state_dir() -> Iterator[Path]:
     if embedded.binary() is None:
         missing("no Valkey or Redis server on this machine")
     directory = Path(tempfile.mkdtemp(prefix="aw-")).resolve()

@@ -19,6 +19,7 @@ from dramatiq.results.errors import ResultFailure
 
 from asyncworker import processes
 from asyncworker.broker import WorkerBroker, make_broker
+from asyncworker.deployment import worker_command
 from asyncworker.ledger import Row
 from asyncworker.middleware import ledger_of
 from asyncworker.settings import Settings, as_environment, child_environment, load
@@ -96,7 +97,7 @@ class Deployment:
         log = self.directory / f"worker-{self._logs}.log"
         with log.open("wb") as output:
             command = subprocess.Popen(
-                [sys.executable, "-m", "dramatiq", "asyncworker.actors", *options],
+                worker_command(*options),
                 cwd=cwd,
                 env=child_environment(**as_environment(self.settings), **(environment or {})),
                 stdin=subprocess.DEVNULL,

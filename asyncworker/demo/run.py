@@ -33,7 +33,7 @@ from rich.text import Text
 from asyncworker import embedded, installing, processes
 from asyncworker.broker import make_broker
 from asyncworker.demo.site import ShopSite
-from asyncworker.deployment import import_actors
+from asyncworker.deployment import import_actors, worker_command
 from asyncworker.errors import ConfigurationError
 from asyncworker.ledger import Ledger
 from asyncworker.middleware import ledger_of
@@ -155,11 +155,11 @@ class _Demo:
 
     def _start_worker(self) -> subprocess.Popen[bytes]:
         """The real command, in a session of its own: a Ctrl-C comes to this process, which then stops it in order."""
-        command = [sys.executable, "-m", "dramatiq", "asyncworker.actors", "-p", "1", "-t", str(THREADS)]
-        self._say(f"worker: dramatiq {' '.join(command[3:])}")
+        options = ("-p", "1", "-t", str(THREADS))
+        self._say(f"worker: dramatiq asyncworker.actors {' '.join(options)}")
         with self._log.open("wb") as log:
             worker = subprocess.Popen(
-                command,
+                worker_command(*options),
                 cwd=_deployment(),
                 env=child_environment(**as_environment(self._settings)),
                 stdin=subprocess.DEVNULL,

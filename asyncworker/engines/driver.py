@@ -30,6 +30,9 @@ LONGEST_LINE = 4_000
 #: How long the rest of the driver's stderr may take to come, once the driver has ended.
 LAST_LINES_TIMEOUT_S = 1.0
 
+#: How long a start may take to notice that its driver was killed.
+ABANDON_TIMEOUT_S = 10.0
+
 #: What the driver that is being started in this context is started with; emptied as soon as it is up, since
 #: Playwright's own tasks, and the code's event handlers in them, keep the context for ever.
 _spawning: ContextVar[dict[str, Any]] = ContextVar("asyncworker_driver_spawning")
@@ -54,21 +57,15 @@ class Driver:
         Raises:
             playwright.async_api.Error: When node does not start.
         """
-        from playwright.async_api import async_playwright
-
         token = processes.new_token("driver")
         reading, writing = os.pipe()
         drain = asyncio.create_task(_drain(os.fdopen(reading, "rb", 0)), name="asyncworker-driver-stderr")
-        environment = child_environment(**{processes.VARIABLE: str(token)})
+        starting = asyncio.create_task(_start(token, writing), name="asyncworker-driver-start")
         try:
-            with _spawn_with(stderr=writing, env=environment, start_new_session=True):
-                playwright = await async_playwright().start()
+            return cls(await asyncio.shield(starting), token, drain)
         except BaseException:
-            os.close(writing)
-            await asyncio.shield(_abandon(token, drain))
+            await asyncio.shield(_abandon(starting, token, drain))
             raise
-        os.close(writing)
-        return cls(playwright, token, drain)
 
     def on_lost(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call `callback()` once, on the loop, when the driver is gone without `stop`; soon, when it is already.
@@ -144,9 +141,30 @@ def _spawn_with(**options: Any) -> Iterator[None]:
             loop.subprocess_exec = spawner.original
 
 
-async def _abandon(token: processes.Token, drain: asyncio.Task[None]) -> None:
-    """Leave nothing of a start that failed."""
-    await asyncio.to_thread(processes.kill_launch, token)
+async def _start(token: processes.Token, stderr: int) -> Playwright:
+    """Start Playwright's driver; closes `stderr`, whose copy the driver has."""
+    from playwright.async_api import async_playwright
+
+    environment = child_environment(**{processes.VARIABLE: str(token)})
+    try:
+        with _spawn_with(stderr=stderr, env=environment, start_new_session=True):
+            return await async_playwright().start()
+    finally:
+        os.close(stderr)
+
+
+async def _abandon(starting: asyncio.Task[Playwright], token: processes.Token, drain: asyncio.Task[None]) -> None:
+    """Leave nothing of a start that failed, or that no one waits for any more.
+
+    Its node is killed, and the start then fails by itself; cancelled, it would leave tasks to complain later.
+    """
+    deadline = asyncio.get_running_loop().time() + ABANDON_TIMEOUT_S
+    while not starting.done() and asyncio.get_running_loop().time() < deadline:
+        await asyncio.to_thread(processes.kill_launch, token)
+        await asyncio.wait({starting}, timeout=0.05)
+    starting.cancel()
+    await asyncio.wait({starting}, timeout=1)
+    await asyncio.to_thread(processes.kill_launch, token)  # it may have come up after the last look
     await _finish(drain)
 
 

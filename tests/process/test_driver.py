@@ -9,11 +9,11 @@ import io
 import logging
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextvars import Context, copy_context
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ from tests.waiting import eventually
 
 Talk = Callable[[str], None]
 
+#: Playwright never asks for this error of its own, when a driver dies that was up.
+PLAYWRIGHTS_OWN = "Connection closed while reading from the driver"
+
 
 @pytest.fixture
 def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Talk:
@@ -43,18 +46,29 @@ def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Talk:
 
 
 @pytest.fixture(autouse=True)
-async def nothing_left(caplog: pytest.LogCaptureFixture) -> AsyncIterator[None]:
-    """Every test leaves the descriptors and tasks that it found, and no error of asyncio's."""
-    gc.collect()
-    open_before, tasks_before = descriptors(), asyncio.all_tasks()
+async def nothing_left() -> AsyncIterator[None]:
+    """Every test leaves the descriptors and tasks that it found."""
+    open_before = descriptors()
     yield
-    with contextlib.suppress(AssertionError):  # the assertion below says more
+    with contextlib.suppress(AssertionError):  # the assertions below say more
+        await eventually(lambda: not other_tasks(), "the tasks have ended", timeout_ms=5_000)
         await eventually(lambda: descriptors() == open_before, "the descriptors are closed", timeout_ms=5_000)
-        await eventually(lambda: asyncio.all_tasks() == tasks_before, "the tasks have ended", timeout_ms=5_000)
+    assert other_tasks() == set()
     assert descriptors() == open_before
-    assert asyncio.all_tasks() - tasks_before == set()
-    gc.collect()  # asyncio tells of errors that no one asked for when their future is collected
-    assert [record for record in caplog.get_records("call") if record.name == "asyncio"] == []
+
+
+@pytest.fixture
+def no_complaints(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """asyncio tells of errors that no one asked for, when their future is collected."""
+    yield
+    gc.collect()
+    complaints = [record.getMessage() for when in ("call", "teardown") for record in caplog.get_records(when)]
+    assert [text for text in complaints if "never retrieved" in text and PLAYWRIGHTS_OWN not in text] == []
+
+
+def other_tasks() -> set[asyncio.Task[Any]]:
+    me = asyncio.current_task()
+    return {task for task in asyncio.all_tasks() if task is not me}
 
 
 def descriptors() -> set[tuple[int, str]]:
@@ -87,20 +101,18 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 # living
 
 
-async def test_a_driver_runs_in_a_session_of_its_own_under_its_token() -> None:
+async def test_a_driver_runs_in_a_session_of_its_own_under_its_token_and_knows_none_of_our_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ASYNCWORKER_PROXY", "http://user:password@proxy:8080")
+    monkeypatch.setenv("BESIDE", "them")
     async with running() as driver:
         node = node_of(driver)
+        environment = node.environ()
         assert driver.token.role == "driver"
         assert os.getsid(node.pid) == node.pid
         assert driver.playwright.chromium.name == "chromium"
     assert not processes.lives(node.pid)
-
-
-async def test_a_driver_knows_none_of_our_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ASYNCWORKER_PROXY", "http://user:password@proxy:8080")
-    monkeypatch.setenv("BESIDE", "them")
-    async with running() as driver:
-        environment = node_of(driver).environ()
     assert environment["BESIDE"] == "them"
     assert not [name for name in environment if name.startswith("ASYNCWORKER_")]
 
@@ -165,9 +177,9 @@ async def test_lines_without_end_and_bytes_without_meaning_are_cut_and_replaced(
 
 async def test_a_driver_that_writes_without_end_is_not_held_up(talk: Talk, caplog: pytest.LogCaptureFixture) -> None:
     """An undrained pipe is full after 64 KiB, and whoever writes to it stands still."""
-    talk("const fs = require('fs'); for (let i = 0; i < 3000; i++) fs.writeSync(2, 'x'.repeat(99) + '\\n');")
+    talk("const fs = require('fs'); for (let i = 0; i < 1000; i++) fs.writeSync(2, 'x'.repeat(99) + '\\n');")
     async with running():
-        await eventually(lambda: len(said(caplog)) == 3_000, "all lines are in the log")
+        await eventually(lambda: len(said(caplog)) == 1_000, "all lines are in the log")
 
 
 class WithoutDescriptor(io.StringIO):
@@ -322,7 +334,8 @@ async def test_a_loop_that_ends_under_a_driver_is_not_the_drivers_death() -> Non
 # starts that fail
 
 
-@pytest.mark.parametrize("turns", [1, 3, 10, 30])
+@pytest.mark.usefixtures("no_complaints")
+@pytest.mark.parametrize("turns", [1, 30])
 async def test_a_start_cancelled_half_way_leaves_nothing(turns: int) -> None:
     """Nothing is also no task and no descriptor: the fixture looks for them."""
     start = asyncio.create_task(Driver.start())
@@ -335,6 +348,7 @@ async def test_a_start_cancelled_half_way_leaves_nothing(turns: int) -> None:
     assert not ours()
 
 
+@pytest.mark.usefixtures("no_complaints")
 async def test_a_start_cancelled_when_node_is_up_leaves_nothing(talk: Talk) -> None:
     talk("Atomics.wait(new Int32Array(new SharedArrayBuffer(4)), 0, 0, 60000)")  # up, and silent
     start = asyncio.create_task(Driver.start())
@@ -345,11 +359,12 @@ async def test_a_start_cancelled_when_node_is_up_leaves_nothing(talk: Talk) -> N
     assert not processes.lives(node.pid)
 
 
+@pytest.mark.usefixtures("no_complaints")
 async def test_a_driver_that_dies_at_once_is_an_error_and_leaves_nothing(
     talk: Talk, caplog: pytest.LogCaptureFixture
 ) -> None:
     talk("console.error('no memory'); process.exit(1)")
-    with pytest.raises(Exception, match="driver|closed"):
+    with pytest.raises(Exception, match=r"driver|closed"):
         await Driver.start()
     assert not ours()
     assert said(caplog) == ["driver: no memory"]
@@ -383,26 +398,34 @@ async def test_drivers_started_at_the_same_moment_each_have_their_own(
     talk: Talk, caplog: pytest.LogCaptureFixture
 ) -> None:
     talk("console.error('up')")
-    drivers = await asyncio.gather(*(Driver.start() for _ in range(3)))
+    drivers = await asyncio.gather(*(Driver.start() for _ in range(2)))
     try:
         nodes = [node_of(driver) for driver in drivers]
-        assert len({node.pid for node in nodes}) == 3
+        assert len({node.pid for node in nodes}) == 2
         assert [os.getsid(node.pid) for node in nodes] == [node.pid for node in nodes]
-        await eventually(lambda: said(caplog) == ["driver: up"] * 3, "each was heard")
+        await eventually(lambda: said(caplog) == ["driver: up"] * 2, "each was heard")
     finally:
         await asyncio.gather(*(driver.stop(10_000) for driver in drivers))
 
 
 async def test_code_in_a_handler_of_playwrights_starts_its_subprocesses_as_it_likes() -> None:
     """Playwright's tasks keep the context in which its driver was started."""
+    contexts: list[Context] = []
+
+    def factory(loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Task[Any]:
+        if "PipeTransport.run" in repr(coro):
+            contexts.append(copy_context())
+        return asyncio.Task(coro, loop=loop, **options)
+
+    asyncio.get_running_loop().set_task_factory(factory)
     async with running():
-        reader = next(task for task in asyncio.all_tasks() if "PipeTransport.run" in repr(task))
         another = asyncio.create_task(Driver.start())
         await asyncio.sleep(0)
         assert not another.done()
+        command = ("sh", "-c", "echo mine >&2; ps -o sid= -p $$")
         other = await asyncio.create_task(
-            asyncio.create_subprocess_exec("sh", "-c", "echo mine >&2; ps -o sid= -p $$", stdout=-1, stderr=-1),
-            context=reader.get_context(),  # type: ignore[attr-defined]
+            asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE),
+            context=contexts[0],
         )
         out, err = await other.communicate()
         assert err == b"mine\n"

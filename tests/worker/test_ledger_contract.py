@@ -21,9 +21,11 @@ OPENED = Row(message_id="m1", attempt=1, actor="pages.title", seed=42, worker="h
 
 
 @pytest.fixture
-def store(state_dir: Path) -> Iterator[redis.Redis]:
-    with redis.Redis(unix_socket_path=str(embedded.ensure(state_dir))) as client:
+def store(module_state_dir: Path) -> Iterator[redis.Redis]:
+    with redis.Redis(unix_socket_path=str(embedded.ensure(module_state_dir))) as client:
         yield client
+        client.config_set("maxmemory", 0)
+        client.flushall()
 
 
 @pytest.fixture(params=["memory", "redis", "redis that decodes"])
