@@ -2,13 +2,16 @@
 
 A map, top to bottom; each file may import what stands above it in its group or in an earlier group:
 
-    errors, identity, settings, ledger          core: no queue, no browser library
-    processes, engines/, browser, loop, runtime the browser and one attempt on it
-    embedded, middleware, broker, actor         the edges: Dramatiq
-    deployment, actors                          entry of `dramatiq asyncworker.actors`
-    guard                                       what the shipped actors refuse
-    doctor, demo/, cli                          the command `asyncworker`
-    testing, pytest_plugin                      for users' tests and ours
+    errors, identity, urls, settings, ledger    core: no queue, no browser library
+    guard, private_hosts                        what the shipped actors refuse
+    processes, engines/                         whose process is this; what launches a browser
+    generation, browser, watch, loop, runtime   one browser, its owner, and one attempt on it
+    embedded, patience                          the edges: a broker to begin with, and waiting for one
+    middleware, retries, consumer, broker       what fires when, and the broker with all of it
+    actor, deployment, actors                   @actor; the entry of `dramatiq asyncworker.actors`
+    commands, installing, doctor, sending       the command `asyncworker`,
+    demo/, cli                                  with its demo
+    fakes, testing, pytest_plugin               for users' tests and ours
 
 Browser libraries are imported on use: importing this package costs a producer no 0.4 s.
 """

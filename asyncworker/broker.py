@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,10 +13,8 @@ from typing import Any, TypeVar
 import dramatiq
 import dramatiq.broker
 import redis
-from dramatiq import Broker, ConnectionClosed, Message, MessageProxy
-from dramatiq.brokers.redis import RedisBroker, _RedisConsumer
-from dramatiq.common import compute_backoff
-from dramatiq.errors import DecodeError
+from dramatiq import Broker, Message
+from dramatiq.brokers.redis import RedisBroker
 from dramatiq.middleware import (
     AgeLimit,
     Callbacks,
@@ -32,11 +30,13 @@ from dramatiq.results.backends import RedisBackend
 from dramatiq.results.errors import ResultTimeout
 
 from asyncworker import embedded
+from asyncworker.consumer import WorkerConsumer
 from asyncworker.errors import BrokerUnavailable, ConfigurationError
 from asyncworker.identity import new_seed
 from asyncworker.ledger import Ledger, RedisLedger
-from asyncworker.middleware import BrowserMiddleware, Retries, emit_receive
+from asyncworker.middleware import BrowserMiddleware
 from asyncworker.patience import passes, patiently
+from asyncworker.retries import Retries
 from asyncworker.settings import Settings, load
 
 logger = logging.getLogger("asyncworker.broker")
@@ -193,96 +193,6 @@ class WorkerBroker(RedisBroker):
 _after_attempt: ContextVar[bool] = ContextVar("asyncworker_after_attempt", default=False)
 
 
-class WorkerConsumer(_RedisConsumer):
-    """Dramatiq's consumer, with every failure of the store as a connection error, so that it is tried again."""
-
-    broker: WorkerBroker
-
-    def ack(self, message: MessageProxy) -> None:
-        self._patiently(lambda: super(WorkerConsumer, self).ack(message))
-
-    def nack(self, message: MessageProxy) -> None:
-        self._patiently(lambda: super(WorkerConsumer, self).nack(message))
-
-    def requeue(self, messages: Iterable[MessageProxy]) -> None:
-        self._as_connection_error(lambda: super(WorkerConsumer, self).requeue(messages))
-
-    def __next__(self) -> MessageProxy | None:
-        while True:
-            if not self.message_cache:
-                self._fetch()
-            if not self.message_cache:
-                # Nothing is waiting, or this worker holds all it may: come back after a growing pause.
-                self.misses, pause_ms = compute_backoff(self.misses, max_backoff=self.timeout)
-                time.sleep(pause_ms / 1000)
-                return None
-            self.misses = 0
-            message = self._read(self.message_cache.pop(0))
-            if message is not None:
-                self.queued_message_ids.add(message.message_id)
-                emit_receive(self.broker, message)
-                return message
-
-    def _fetch(self) -> None:
-        room = self.prefetch - self.outstanding_message_count
-        if room > 0:
-            self.message_cache = self._as_connection_error(lambda: self.broker.do_fetch(self.queue_name, room))
-
-    def _read(self, body: bytes | None) -> MessageProxy | None:
-        """The message in `body`; None when it is none: it is in the dead letters then."""
-        if body is None:  # its id was in the queue, its body is gone: flushed meanwhile
-            return None
-        try:
-            message = MessageProxy(Message.decode(body))
-            reason = _misfit(message)
-        except DecodeError as error:
-            reason = str(error.error)
-        if reason is None:
-            return message
-        self._reject_body(body, reason)
-        return None
-
-    def _patiently(self, work: Callable[[], None]) -> None:
-        """Repeat an acknowledgement until it is taken: given up, the message would be run again."""
-        patiently(lambda: self._as_connection_error(work), "acknowledge a message")
-
-    def _as_connection_error(self, work: Callable[[], T]) -> T:
-        try:
-            return work()
-        except redis.RedisError as error:
-            raise ConnectionClosed(f"{self.broker.where}: {error}") from error
-        except BrokerUnavailable as error:
-            raise ConnectionClosed(error) from error
-
-    def _reject_body(self, body: bytes, reason: str) -> None:
-        """Move a body that is no message to the dead letters, with its bytes as they came."""
-        identifier = self._identify(body)
-        logger.error(
-            "queue %r held a body that is no Dramatiq message (%s); it is in the dead letters as %s: %.200r",
-            self.queue_name,
-            reason,
-            identifier,
-            body,
-        )
-        if identifier is not None:
-            patiently(lambda: self.broker.do_nack(self.queue_name, identifier), "reject a body")
-
-    def _identify(self, body: bytes) -> str | None:
-        """The id under which this consumer fetched `body`: a fetch returns bodies only."""
-        namespace = self.broker.namespace
-        fetched = f"{namespace}:__acks__.{self.broker.broker_id}.{self.queue_name}"
-        client: Any = self.broker.client
-        identifiers = patiently(lambda: sorted(client.smembers(fetched)), "read what was fetched")
-        if not identifiers:
-            return None
-        bodies = patiently(
-            lambda: client.hmget(f"{namespace}:{self.queue_name}.msgs", identifiers), "read what was fetched"
-        )
-        matching = (identifier for identifier, other in zip(identifiers, bodies, strict=True) if other == body)
-        found = next(matching, None)
-        return found.decode() if found is not None else None
-
-
 class PatientResults(RedisBackend):  # type: ignore[misc]  # Dramatiq leaves its type open
     """Dramatiq's Redis results; a worker repeats storing one until it is taken.
 
@@ -317,24 +227,6 @@ class PatientResults(RedisBackend):  # type: ignore[misc]  # Dramatiq leaves its
     def _store(self, message_key: str, result: Any, ttl: int) -> None:
         store = super()._store
         patiently(lambda: store(message_key, result, ttl), "store a result")
-
-
-def _misfit(message: MessageProxy) -> str | None:
-    """Why a decoded body is still no message; None: it is one."""
-    wanted = {
-        "actor_name": str,
-        "message_id": str,
-        "queue_name": str,
-        "kwargs": dict,
-        "options": dict,
-        "message_timestamp": int | float,
-    }
-    for name, kind in wanted.items():
-        if not isinstance(getattr(message, name), kind):
-            return f"its {name} is {getattr(message, name)!r}"
-    if not isinstance(message.options.get("redis_message_id"), str):
-        return "its options have no redis_message_id"
-    return None
 
 
 _drawing = threading.Lock()

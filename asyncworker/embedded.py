@@ -148,6 +148,7 @@ def stop(state_dir: Path, *, for_good: bool = True) -> bool:
     path = socket_path(state_dir)
     if not state_dir.is_dir():
         return False
+    _refuse_a_strangers(path.parent, state_dir)
     with _locked(state_dir):
         if for_good:
             (state_dir / DOWN_MARKER).touch()
@@ -222,8 +223,9 @@ def _refuse_a_strangers(folder: Path, state_dir: Path) -> None:
     if folder == state_dir.resolve():
         return
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()
+    except FileNotFoundError:
+        return
     except OSError as error:
         raise _unwritable(state_dir, error) from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
@@ -242,6 +244,8 @@ def _start(state_dir: Path, path: Path) -> None:
             "valkey-server or redis-server",
             name="ASYNCWORKER_BROKER_URL",
         )
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    _refuse_a_strangers(path.parent, state_dir)
     path.unlink(missing_ok=True)
     said = _run(executable, _options(state_dir, path), state_dir)
     deadline = time.monotonic() + START_TIMEOUT_MS / 1000

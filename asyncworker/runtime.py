@@ -17,20 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 from asyncworker import engines
 from asyncworker import identity as identities
-from asyncworker.browser import BrowserHost, Clock, Lease, LoopClock, crashed, shielded
-from asyncworker.engines import Engine, Fault
-from asyncworker.errors import BrowserCrashed, EngineError, PageCrashed, RefusedMessage, SessionOver
+from asyncworker.browser import BrowserHost
+from asyncworker.engines import Engine
+from asyncworker.errors import RefusedMessage, SessionOver
+from asyncworker.generation import Clock, Lease, LoopClock, shielded
 from asyncworker.identity import Identity
 from asyncworker.settings import Settings, load
+from asyncworker.watch import Watch
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, BrowserContext, Page
 
 logger = logging.getLogger("asyncworker")
-
-#: When the browser or the page is gone, a call in flight says so itself within milliseconds; code that waits
-#: for something else is cancelled after this.
-FAULT_GRACE_S = 0.25
 
 
 #: How long after a message's time limit a call of Playwright may still wait; cancelling it may not end it.
@@ -198,7 +196,7 @@ class Runtime:
     @contextlib.asynccontextmanager
     async def _watched(self, lease: Lease) -> AsyncIterator[None]:
         """Run the code; when its browser or page dies, end it and say so."""
-        watch = _Watch(self.engine, lease)
+        watch = Watch(self.engine, lease)
         watch.begin()
         try:
             yield
@@ -217,84 +215,6 @@ class Runtime:
             raise fault from error
         else:
             watch.end()
-
-
-class _Watch:
-    """Notices the death of a session's browser or page and cancels the code that waits on something else."""
-
-    def __init__(self, engine: Engine, lease: Lease) -> None:
-        self._engine = engine
-        self._lease = lease
-        self._fault: EngineError | None = None
-        self._task: asyncio.Task[Any] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._cancelling = 0
-        self._cancelled = False
-        self._may_cancel = True
-        self._ended = False
-
-    def begin(self) -> None:
-        self._task = asyncio.current_task()
-        self._cancelling = self._task.cancelling() if self._task else 0
-        self._lease.generation.watchers.append(self._browser_lost)
-        self._lease.page.on("crash", self._page_crashed)
-        if self._lease.generation.lost is not None:
-            self._browser_lost(self._lease.generation.lost)
-
-    def end(self) -> EngineError | None:
-        """Stop watching; returns what was noticed."""
-        if not self._ended:
-            self._ended = True
-            self._lease.generation.watchers.remove(self._browser_lost)
-            self._lease.page.remove_listener("crash", self._page_crashed)
-        if self._timer is not None:
-            self._timer.cancel()
-        return self._fault
-
-    def cancelled_by_us(self) -> bool:
-        """True when the cancellation in flight is this watch's and no one else's."""
-        if not self._cancelled or self._task is None:
-            return False
-        return self._task.uncancel() <= self._cancelling
-
-    async def explain(self, error: Exception) -> EngineError | None:
-        """Stop watching; returns the death that `error` came of, which may be announced a moment after it."""
-        self._may_cancel = False
-        hint = self._engine.classify(error)
-        if hint is not None:
-            deadline = asyncio.get_running_loop().time() + FAULT_GRACE_S
-            while self._fault is None and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110 -- bounded
-                await asyncio.sleep(0.01)
-        if hint is Fault.page_crashed and self._fault is None:
-            self._fault = self._page_error()
-        return self.end()
-
-    def _browser_lost(self, reason: str) -> None:
-        self._notice(crashed(self._engine.name, self._lease.generation))
-
-    def _page_crashed(self, _: object) -> None:
-        self._notice(self._page_error())
-
-    def _page_error(self) -> PageCrashed:
-        number = self._lease.generation.number
-        return PageCrashed(
-            f"the page's renderer died in browser {number} ({self._engine.name}); the message is retried with the "
-            "same seed",
-            engine=self._engine.name,
-            generation=number,
-        )
-
-    def _notice(self, fault: EngineError) -> None:
-        if isinstance(self._fault, BrowserCrashed):
-            return
-        self._fault = fault
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(FAULT_GRACE_S, self._cancel)
-
-    def _cancel(self) -> None:
-        if self._task is not None and self._may_cancel and not self._ended:
-            self._cancelled = True
-            self._task.cancel()
 
 
 #: The worker's runtime and the loop that it lives on, set at its boot.

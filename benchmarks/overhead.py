@@ -54,7 +54,7 @@ class Plan:
     budget_s: float
 
 
-FULL = Plan(rotations=12, round_s=4.0, budget_s=420.0)
+FULL = Plan(rotations=16, round_s=2.5, budget_s=420.0)
 QUICK = Plan(rotations=4, round_s=1.5, budget_s=40.0)
 
 

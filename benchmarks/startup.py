@@ -43,14 +43,14 @@ async def title(session: Session, url: str) -> str:
     return await session.page.title()
 """
 
-#: Prints what the import took by the interpreter's own clock, and which browser libraries came along.
-IMPORTING = f"""
+#: Says what an import took by the interpreter's own clock, and which browser libraries came along.
+SAYING = f"""
 import time
 started = time.perf_counter()
-import pages
+{{statement}}
 took = time.perf_counter() - started
 import json, sys
-print(json.dumps([took * 1000, [name for name in {HEAVY!r} if name in sys.modules]]))
+print(json.dumps([took * 1000, [name for name in {HEAVY!r} if name in sys.modules]]), flush=True)
 """
 
 
@@ -59,13 +59,15 @@ class Import:
     """One producer's start.
 
     Parameters:
-        wall_ms: Of the whole process, minus a bare interpreter's beside it.
+        wall_ms: From the exec until it has imported, minus the same of a bare interpreter beside it.
         inside_ms: By the interpreter's own clock.
+        exit_ms: From there to the process's end, minus the same; Python takes down what it imported.
         heavy: The browser libraries that were imported.
     """
 
     wall_ms: float
     inside_ms: float
+    exit_ms: float
     heavy: tuple[str, ...]
 
 
@@ -111,10 +113,10 @@ def boot_ms(place: Workshop, engine: str) -> float:
 def one_import(place: Workshop) -> Import:
     """One producer's start, beside a bare interpreter's."""
     environment = place.environment(bytecode(place) | {"ASYNCWORKER_ACTORS": "pages"})
-    bare_ms, _ = _interpreter(place.folder, environment, "pass")
-    whole_ms, output = _interpreter(place.folder, environment, IMPORTING)
-    inside_ms, heavy = json.loads(output)
-    return Import(whole_ms - bare_ms, inside_ms, tuple(heavy))
+    bare_ms, bare_exit_ms, _ = _interpreter(place.folder, environment, "pass")
+    wall_ms, exit_ms, said = _interpreter(place.folder, environment, "import pages")
+    inside_ms, heavy = json.loads(said)
+    return Import(wall_ms - bare_ms, inside_ms, exit_ms - bare_exit_ms, tuple(heavy))
 
 
 def bytecode(place: Workshop) -> dict[str, str]:
@@ -122,15 +124,25 @@ def bytecode(place: Workshop) -> dict[str, str]:
     return {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(place.folder / "bytecode")}
 
 
-def _interpreter(folder: Path, environment: dict[str, str], code: str) -> tuple[float, str]:
+def _interpreter(folder: Path, environment: dict[str, str], statement: str) -> tuple[float, float, str]:
+    """Run a statement in a fresh interpreter; the ms until it has, from there to the end, and what it said."""
+    code = SAYING.format(statement=statement)
     started = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    took_ms = (time.perf_counter() - started) * 1000
-    if done.returncode != 0:
-        raise RuntimeError(f"the producer failed: {done.stderr[-2_000:]}")
-    return took_ms, done.stdout
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        said = process.stdout.readline() if process.stdout else ""
+        imported = time.perf_counter()
+        _, error = process.communicate()
+    ended = time.perf_counter()
+    if process.returncode != 0:
+        raise RuntimeError(f"the producer failed: {error[-2_000:]}")
+    return (imported - started) * 1000, (ended - imported) * 1000, said
 
 
 def judge(starts: Starts) -> Report:
@@ -138,6 +150,7 @@ def judge(starts: Starts) -> Report:
     workers = {engine: spread(times, digits=1) for engine, times in starts.worker_ms.items()}
     wall = spread([each.wall_ms for each in starts.imports], digits=1)
     inside = spread([each.inside_ms for each in starts.imports], digits=1)
+    leaving = spread([each.exit_ms for each in starts.imports], digits=1)
     heavy = sorted({name for each in starts.imports for name in each.heavy})
     checks = [
         Check(f"worker ready, engine {engine}, ms", took["median"], "<", WORKER_MS) for engine, took in workers.items()
@@ -150,14 +163,16 @@ def judge(starts: Starts) -> Report:
     table = Table(title="Starting")
     for heading in ("what", "median", "min", "max"):
         table.add_column(heading, justify="left" if heading == "what" else "right")
+    imports = {"import, wall": wall, "import, inside": inside, "exit after it": leaving}
     rows = {f"worker, engine {engine}": took for engine, took in workers.items()}
-    for name, took in (rows | {"import, wall": wall, "import, inside": inside}).items():
+    for name, took in (rows | imports).items():
         table.add_row(name, *(f"{took[key]:.0f} ms" for key in ("median", "min", "max")))
     figures = {
         "first_worker_ms": round(starts.first_ms, 1),
         "worker_ms": workers,
         "import_ms": wall,
         "import_inside_ms": inside,
+        "exit_ms": leaving,
         "browser_libraries_imported": heavy,
     }
     return Report(checks, figures, table)

@@ -25,7 +25,8 @@ from asyncworker.engines import Fault, classify_by_name
 from asyncworker.engines.finding import find
 from asyncworker.errors import EngineMissing, LaunchFailed
 from asyncworker.identity import Identity
-from asyncworker.settings import Proxy, Settings, leave_invisible_core_alone
+from asyncworker.settings import Settings, leave_invisible_core_alone
+from asyncworker.urls import Proxy
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, BrowserContext

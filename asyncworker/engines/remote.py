@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 from asyncworker.engines.playwright import PlaywrightBrowser, PlaywrightEngine
 from asyncworker.errors import ConfigurationError, LaunchFailed
 from asyncworker.identity import Identity
-from asyncworker.settings import SecretUrl, Settings
+from asyncworker.settings import Settings
+from asyncworker.urls import SecretUrl
 
 
 class RemoteEngine(PlaywrightEngine):

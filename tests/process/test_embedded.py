@@ -500,8 +500,10 @@ def test_a_folder_for_the_socket_that_is_not_this_users_alone_is_refused(state_d
             below_tmp.chmod(0o777)
         if whose == "a stranger's":
             os.chown(below_tmp, NOBODY, NOBODY)
-        with pytest.raises(ConfigurationError, match=r"not this user's alone.*ASYNCWORKER_STATE_DIR"):
-            embedded.ensure(folder)
+        folder.mkdir()
+        for work in (embedded.ensure, embedded.stop):
+            with pytest.raises(ConfigurationError, match=r"not this user's alone.*ASYNCWORKER_STATE_DIR"):
+                work(folder)
     finally:
         below_tmp.unlink() if below_tmp.is_symlink() else below_tmp.rmdir()
 

@@ -143,7 +143,7 @@ def test_every_variant_comes_first_and_last_and_works_once_in_each_rotation(load
 
 def starts(load: Load, *, worker_ms: float = 900.0, wall_ms: float = 300.0, heavy: tuple[str, ...] = ()) -> Any:
     startup = load("startup")
-    imports = [startup.Import(wall_ms, wall_ms - 20, heavy)] * 3
+    imports = [startup.Import(wall_ms, wall_ms - 20, 50.0, heavy)] * 3
     return startup.Starts(2_000.0, dict.fromkeys(startup.ENGINES, [worker_ms] * 3), imports)
 
 

@@ -19,7 +19,8 @@ from rich.console import Console
 
 from asyncworker import doctor, embedded
 from asyncworker.doctor import Check, State, examine, would_run
-from asyncworker.settings import SecretUrl, Settings, load
+from asyncworker.settings import Settings, load
+from asyncworker.urls import SecretUrl
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="Linux's own")
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from asyncworker.browser import BrowserHost, shielded
+from asyncworker.browser import BrowserHost
 from asyncworker.errors import BrowserCrashed, ForkedBrowser, LaunchFailed, PhaseTimeout
+from asyncworker.generation import shielded
 from asyncworker.identity import Identity
 from asyncworker.settings import load
 from asyncworker.testing import FakeBrowserError, FakeClock, FakeEngine

@@ -1,0 +1,65 @@
+"""Retries: which failures are the code's, and when a message is run again."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from dramatiq import Broker, MessageProxy
+from dramatiq.middleware import Retries as DramatiqRetries
+from dramatiq.middleware import Shutdown
+
+from asyncworker.errors import BrowserCrashed, PageCrashed, RefusedMessage
+from asyncworker.middleware import emit
+
+logger = logging.getLogger("asyncworker.worker")
+
+#: A message whose browser died is run again this soon, doubled each time, this often; then it uses up retries.
+CRASH_BACKOFF_MS = 250
+MAX_CRASHES = 5
+
+#: An interrupted message is run again after this: threads of the stopping worker still take what is there at once.
+AFTER_SHUTDOWN_MS = 3_000
+
+
+class Retries(DramatiqRetries):
+    """Dramatiq's retries, but a message that can never succeed is dead-lettered at once."""
+
+    def after_process_message(
+        self,
+        broker: Broker,
+        message: MessageProxy,
+        *,
+        result: Any = None,
+        exception: BaseException | None = None,
+    ) -> None:
+        if isinstance(exception, RefusedMessage):
+            logger.error("message %s is dead-lettered: %s", message.message_id, exception)
+            message.fail()
+            return
+        if self._is_innocent(broker, message, exception):
+            self._enqueue_again(broker, message, interrupted=isinstance(exception, Shutdown))
+        else:
+            super().after_process_message(broker, message, result=result, exception=exception)
+        if exception is not None and not message.failed:
+            emit(broker, "after_retry_message", message, exception=exception)
+
+    def _is_innocent(self, broker: Broker, message: MessageProxy, exception: BaseException | None) -> bool:
+        """A crash or a shutdown is not the code's failure and uses up no retry, unless the actor wants none at all."""
+        options = broker.get_actor(message.actor_name).options
+        throws = message.options.get("throws") or options.get("throws")
+        max_retries = message.options.get("max_retries", options.get("max_retries", self.max_retries))
+        if max_retries == 0 or (throws and isinstance(exception, throws)):
+            return False
+        if isinstance(exception, Shutdown):
+            return True
+        return isinstance(exception, BrowserCrashed | PageCrashed) and message.options.get("crashes", 0) < MAX_CRASHES
+
+    def _enqueue_again(self, broker: Broker, message: MessageProxy, *, interrupted: bool) -> None:
+        if interrupted:
+            delay_ms = AFTER_SHUTDOWN_MS
+        else:
+            crashes = message.options["crashes"] = message.options.get("crashes", 0) + 1
+            delay_ms = CRASH_BACKOFF_MS * 2 ** (crashes - 1)
+        logger.info("message %s is run again in %d ms; it used up no retry", message.message_id, delay_ms)
+        broker.enqueue(message, delay=delay_ms)  # type: ignore[arg-type]  # as Dramatiq does: a proxy of a Message
