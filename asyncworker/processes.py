@@ -28,6 +28,10 @@ VARIABLE = "_ASYNCWORKER_TOKEN"
 _FORM = re.compile(r"(\w+)\.(\d{1,18})\.(\d{1,18})\.(\w+)\.(\w+)\.(\d{1,18})", re.ASCII)
 
 
+#: What a worker starts. An installation, which has a token too, may leave a service running that is meant to stay.
+WORKERS_ROLES = ("browser", "driver")
+
+
 @dataclass(frozen=True)
 class Token:
     """Who launched a process: written into its environment as text.
@@ -123,7 +127,7 @@ def kill_launch(token: Token, *, timeout_ms: int = 5_000) -> int:
 
 def sweep(*, timeout_ms: int = 5_000) -> int:
     """Kill the drivers and browsers whose worker process is dead. Blocks: call it in a thread."""
-    return kill(Token.owner_is_gone, timeout_ms=timeout_ms)
+    return kill(lambda token: token.role in WORKERS_ROLES and token.owner_is_gone(), timeout_ms=timeout_ms)
 
 
 def lives(pid: int) -> bool:

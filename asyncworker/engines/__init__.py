@@ -7,6 +7,7 @@ engine and never looks at a browser library itself.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterator
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -116,12 +117,13 @@ def _classify_one(error: BaseException) -> Fault | None:
     names = {cls.__name__ for cls in type(error).__mro__ if cls.__module__.partition(".")[0] in _LIBRARIES}
     if not names:
         return None
-    text = str(error)
-    if any(phrase in text for phrase in _PAGE_CRASHED):
+    # What the browser's state is stands in the first line; below it are the call's own words, such as a selector.
+    said = str(error).partition("\n")[0]
+    if _PAGE_CRASHED.match(said):
         return Fault.page_crashed
-    if "TargetClosedError" in names or any(phrase in text for phrase in _GONE):
+    if "TargetClosedError" in names or any(phrase in said for phrase in _GONE):
         return Fault.gone
-    return Fault.unclear if any(phrase in text for phrase in _UNCLEAR) else None
+    return Fault.unclear if any(phrase in said for phrase in _UNCLEAR) else None
 
 
 def context_options(identity: Identity) -> dict[str, Any]:
@@ -131,7 +133,7 @@ def context_options(identity: Identity) -> dict[str, Any]:
 
 
 _LIBRARIES = ("playwright", "invisible_playwright")
-_PAGE_CRASHED = ("Target crashed", "Page crashed")
+_PAGE_CRASHED = re.compile(r"(?:[\w.]+: )?(?:Target|Page) crashed")
 _UNCLEAR = ("ERR_ABORTED", "frame was detached", "Execution context was destroyed")
 _GONE = (
     "Target closed",

@@ -52,7 +52,7 @@ class PlaywrightBrowser:
         self._closing = False
         self._callback: Callable[[str], None] | None = None
         browser.on("disconnected", lambda _: self._lost("the browser's process ended"))
-        driver.on_lost(lambda: self._lost("Playwright's driver ended"))
+        self._forget_driver = driver.on_lost(lambda: self._lost("Playwright's driver ended"))
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
         self._callback = callback
@@ -64,6 +64,7 @@ class PlaywrightBrowser:
 
     async def close(self, timeout_ms: int) -> None:
         self._closing = True
+        self._forget_driver()  # it outlives many browsers and would keep them all
         closing = asyncio.ensure_future(self.browser.close())
         await asyncio.wait({closing}, timeout=timeout_ms / 1000)
         if not closing.done():

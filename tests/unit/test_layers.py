@@ -19,16 +19,17 @@ PACKAGE = Path(asyncworker.__file__).parent
 #: Each line may import from itself and from the lines above it.
 LAYERS = """
 errors
-identity settings
+identity urls settings
 ledger guard
 private_hosts
 processes
-engines engines.finding engines.driver engines.playwright engines.remote engines.invisible browser loop runtime
-embedded patience middleware broker actor
+engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
+generation browser watch loop runtime
+embedded patience middleware retries consumer broker actor
 asyncworker
 deployment actors
 commands installing doctor sending demo demo.site demo.run cli __main__
-testing pytest_plugin
+fakes testing pytest_plugin
 """
 
 LAYER = {name: number for number, line in enumerate(LAYERS.strip().splitlines()) for name in line.split()}
