@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import redis
 from dramatiq import ConnectionClosed, Message, MessageProxy
@@ -17,9 +17,6 @@ from asyncworker.errors import BrokerUnavailable
 from asyncworker.middleware import emit_receive
 from asyncworker.patience import patiently
 
-if TYPE_CHECKING:
-    from asyncworker.broker import WorkerBroker
-
 logger = logging.getLogger("asyncworker.broker")
 
 T = TypeVar("T")
@@ -28,7 +25,7 @@ T = TypeVar("T")
 class WorkerConsumer(_RedisConsumer):
     """Dramatiq's consumer, with every failure of the store as a connection error, so that it is tried again."""
 
-    broker: WorkerBroker
+    broker: Any  # a WorkerBroker: what makes it stands below it in the map
 
     def ack(self, message: MessageProxy) -> None:
         self._patiently(lambda: super(WorkerConsumer, self).ack(message))

@@ -27,11 +27,14 @@ def test_an_error_is_read_by_its_class_and_its_first_line(error: Exception, faul
     assert classify_by_name(error) == fault
 
 
-def test_what_an_error_was_raised_from_counts() -> None:
+def read_a_price() -> None:
     try:
-        try:
-            raise Error("Page.goto: Target crashed")
-        except Error as cause:
-            raise RuntimeError("the price could not be read") from cause
-    except RuntimeError as error:
-        assert classify_by_name(error) == Fault.page_crashed
+        raise Error("Page.goto: Target crashed")
+    except Error as cause:
+        raise RuntimeError("the price could not be read") from cause
+
+
+def test_what_an_error_was_raised_from_counts() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        read_a_price()
+    assert classify_by_name(caught.value) == Fault.page_crashed
