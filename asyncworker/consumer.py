@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -23,15 +24,26 @@ T = TypeVar("T")
 
 
 class WorkerConsumer(_RedisConsumer):
-    """Dramatiq's consumer, with every failure of the store as a connection error, so that it is tried again."""
+    """Dramatiq's consumer, with every failure of the store as a connection error, so that it is tried again.
+
+    It also fetches as soon as a thread is free. Dramatiq's sleeps for a growing pause while its worker holds all it
+    may, which with as many messages prefetched as there are threads leaves a thread without work for a tenth of
+    a second and more after each message.
+    """
 
     broker: Any  # a WorkerBroker: what makes it stands below it in the map
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._freed = threading.Event()
+
     def ack(self, message: MessageProxy) -> None:
         self._patiently(lambda: super(WorkerConsumer, self).ack(message))
+        self._freed.set()
 
     def nack(self, message: MessageProxy) -> None:
         self._patiently(lambda: super(WorkerConsumer, self).nack(message))
+        self._freed.set()
 
     def requeue(self, messages: Iterable[MessageProxy]) -> None:
         self._as_connection_error(lambda: super(WorkerConsumer, self).requeue(messages))
@@ -41,9 +53,7 @@ class WorkerConsumer(_RedisConsumer):
             if not self.message_cache:
                 self._fetch()
             if not self.message_cache:
-                # Nothing is waiting, or this worker holds all it may: come back after a growing pause.
-                self.misses, pause_ms = compute_backoff(self.misses, max_backoff=self.timeout)
-                time.sleep(pause_ms / 1000)
+                self._pause()
                 return None
             self.misses = 0
             message = self._read(self.message_cache.pop(0))
@@ -52,9 +62,22 @@ class WorkerConsumer(_RedisConsumer):
                 emit_receive(self.broker, message)
                 return message
 
+    def _pause(self) -> None:
+        """Nothing came: wait for a free thread where there is none, else for a growing time."""
+        self._freed.clear()
+        if self._room() <= 0:
+            self._freed.wait(self.timeout / 1000)
+            self.misses = 0
+        else:
+            self.misses, pause_ms = compute_backoff(self.misses, max_backoff=self.timeout)
+            time.sleep(pause_ms / 1000)
+
+    def _room(self) -> int:
+        room: int = self.prefetch - self.outstanding_message_count
+        return room
+
     def _fetch(self) -> None:
-        room = self.prefetch - self.outstanding_message_count
-        if room > 0:
+        if (room := self._room()) > 0:
             self.message_cache = self._as_connection_error(lambda: self.broker.do_fetch(self.queue_name, room))
 
     def _read(self, body: bytes | None) -> MessageProxy | None:
