@@ -221,13 +221,12 @@ class BrowserHost:
         return self.engine.max_contexts is None or generation.leases < self.engine.max_contexts
 
     def _make_room(self) -> bool:
-        """True when one more browser may be up; retires the idle one that was used longest ago if need be."""
-        if len(self._live) + len(self._launches) < self._settings.max_browsers:
+        """True when one more browser may be up; else the idle one that was used longest ago is closed for it."""
+        if len(self._live) + len(self._launches) + len(self._ending) < self._settings.max_browsers:
             return True
         idle = [generation for generation in self._live.values() if generation.leases == 0]
-        if idle:
+        if idle and not self._ending:
             self._retire(min(idle, key=lambda generation: generation.used_at))
-            return True
         return False
 
     def _release(self, generation: Generation) -> None:
@@ -263,8 +262,16 @@ class BrowserHost:
         self._announce()
 
     def _end(self, generation: Generation) -> None:
-        if generation.ending is None:
-            generation.ending = self._spawn(generation.launched.close(self._settings.close_timeout_ms))
+        if generation.ending is not None:
+            return
+        generation.ending = self._spawn(generation.launched.close(self._settings.close_timeout_ms))
+        if generation.lost is None:  # one that is up still takes the place of another
+            self._ending.add(generation)
+            generation.ending.add_done_callback(lambda _: self._ended(generation))
+
+    def _ended(self, generation: Generation) -> None:
+        self._ending.discard(generation)
+        self._announce()
 
     # --- its contexts
 

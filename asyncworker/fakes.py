@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -233,6 +234,7 @@ class FakeEngine:
         fail_launches: How many of the next launches fail.
         delays: Seconds that a step takes, by its name: launch, new_context, new_page, page, close_context, close.
             `math.inf` never ends.
+        begun: How often each of these steps has begun.
     """
 
     name = "fake"
@@ -243,6 +245,7 @@ class FakeEngine:
         self.browsers: list[FakeBrowser] = []
         self.fail_launches = 0
         self.delays: dict[str, float] = {}
+        self.begun: Counter[str] = Counter()
         self._one_identity_each = one_identity_each
 
     @property
@@ -252,6 +255,7 @@ class FakeEngine:
 
     async def pass_time(self, step: str) -> None:
         """Take the time that `delays` gives to a step."""
+        self.begun[step] += 1
         delay = self.delays.get(step, 0.0)
         if delay == float("inf"):
             await asyncio.Event().wait()

@@ -57,7 +57,7 @@ async def test_a_launch_goes_on_for_the_others_when_the_message_that_began_it_gi
     first = asyncio.create_task(use(host))
     await asyncio.sleep(0)
     second = asyncio.create_task(use(host))
-    await asyncio.sleep(0.02)
+    await eventually(lambda: engine.begun["launch"], "the launch has begun")
     first.cancel()
     assert await second == 1
     assert len(engine.browsers) == 1
@@ -113,8 +113,7 @@ async def test_a_browser_that_dies_before_the_context_is_open_costs_the_message_
     host = host_of(engine)
     engine.delays[step] = math.inf  # a call that meets a dying browser may never end
     waiting = asyncio.create_task(use(host))
-    await eventually(lambda: engine.browsers, "the first browser is up")
-    await asyncio.sleep(0.01)
+    await eventually(lambda: engine.begun[step], "it is under way")
     engine.delays.clear()
     engine.browsers[0].crash()
     assert await asyncio.wait_for(waiting, 5) == 2
@@ -156,8 +155,7 @@ async def test_a_context_that_opens_too_late_is_closed_all_the_same() -> None:
     engine.delays["new_context"] = 0.1
     host = host_of(engine)
     message = asyncio.create_task(use(host))
-    await eventually(lambda: engine.browsers, "the browser is up")
-    await asyncio.sleep(0.02)
+    await eventually(lambda: engine.begun["new_context"], "the context is being opened")
     message.cancel()
     await asyncio.wait({message})
     await eventually(lambda: engine.contexts and engine.contexts[0].closed, "the late context is closed")
@@ -181,10 +179,9 @@ async def test_a_cancelled_message_has_its_context_closed_to_the_end() -> None:
     engine.delays["close_context"] = 0.1
     host = host_of(engine)
     message = asyncio.create_task(use(host, work_s=60))
-    await eventually(lambda: engine.contexts, "the context is open")
-    await asyncio.sleep(0.02)
+    await eventually(lambda: engine.contexts and engine.contexts[0].pages, "the context is lent")
     message.cancel()
-    await asyncio.sleep(0.02)
+    await eventually(lambda: engine.begun["close_context"], "it is being closed")
     message.cancel()  # again, while it closes
     with pytest.raises(asyncio.CancelledError):
         await message
@@ -215,6 +212,16 @@ async def test_identities_that_need_a_browser_each_share_no_browser_and_the_idle
     await host.close()
 
 
+async def test_there_are_never_more_browsers_up_than_allowed_also_while_one_closes() -> None:
+    engine = FakeEngine(one_identity_each=True)
+    engine.delays["close"] = 0.05
+    host = host_of(engine, max_browsers=1)
+    for seed in range(4):
+        async with host.context(Identity(seed=seed)):
+            assert sum(browser.alive for browser in engine.browsers) == 1
+    await host.close()
+
+
 async def test_a_message_of_another_identity_waits_while_all_browsers_are_busy_and_its_wait_is_bounded() -> None:
     engine = FakeEngine(one_identity_each=True)
     host = host_of(engine, max_browsers=1, browser_wait_ms=100)
@@ -223,7 +230,8 @@ async def test_a_message_of_another_identity_waits_while_all_browsers_are_busy_a
             await use(host, Identity(seed=2))
         assert caught.value.phase == "browser"
         waiting = asyncio.create_task(use(host, Identity(seed=2)))
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0)  # it has asked, and waits
+        assert not waiting.done()
     assert await waiting == 2
     await host.close()
 
@@ -284,7 +292,7 @@ async def test_closing_waits_for_a_launch_and_closes_what_it_brought() -> None:
     engine.delays["launch"] = 0.1
     host = host_of(engine)
     message = asyncio.create_task(use(host))
-    await asyncio.sleep(0.02)
+    await eventually(lambda: engine.begun["launch"], "the launch has begun")
     await host.close()
     assert [browser.alive for browser in engine.browsers] == [False]
     await asyncio.wait({message})
