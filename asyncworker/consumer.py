@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -63,20 +62,19 @@ class WorkerConsumer(_RedisConsumer):
                 return message
 
     def _pause(self) -> None:
-        """Nothing came: wait for a free thread where there is none, else for a growing time."""
-        self._freed.clear()
-        if self._room() <= 0:
-            self._freed.wait(self.timeout / 1000)
-            self.misses = 0
-        else:
+        """Nothing came: wait for a thread to become free, where some are for a growing time only."""
+        pause_ms = self.timeout
+        if self._room() > 0:
             self.misses, pause_ms = compute_backoff(self.misses, max_backoff=self.timeout)
-            time.sleep(pause_ms / 1000)
+        if self._freed.wait(pause_ms / 1000):
+            self.misses = 0
 
     def _room(self) -> int:
         room: int = self.prefetch - self.outstanding_message_count
         return room
 
     def _fetch(self) -> None:
+        self._freed.clear()  # before the look at the room: one that is freed from here on ends the pause
         if (room := self._room()) > 0:
             self.message_cache = self._as_connection_error(lambda: self.broker.do_fetch(self.queue_name, room))
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from asyncworker.commands import DOWNLOAD, UNPACK, Say, Step, run, shortened
 from asyncworker.engines import create
 from asyncworker.engines.finding import Found, find, needs_xvfb, which
-from asyncworker.engines.playwright import own_words
+from asyncworker.engines.playwright import own_reason
 from asyncworker.errors import EngineMissing
 from asyncworker.identity import Identity
 from asyncworker.settings import EngineName, Settings
@@ -132,7 +132,7 @@ def why_it_does_not_start(settings: Settings) -> str | None:
     try:
         asyncio.run(_launch_once(settings.model_copy(update={"launch_timeout_ms": timeout})))
     except Exception as error:  # noqa: BLE001 -- whatever a browser library raises is the answer
-        return shortened(own_words(error.__cause__ or error))
+        return shortened(own_reason(error.__cause__ or error) or str(error) or type(error).__name__)
     return None
 
 

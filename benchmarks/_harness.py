@@ -28,12 +28,17 @@ _HOLDS: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, "<": ope
 
 @dataclass(frozen=True)
 class Check:
-    """One required figure: `value` must stand in `relation` (>=, < or ==) to `limit`."""
+    """One required figure: `value` must stand in `relation` (>=, < or ==) to `limit`.
+
+    Parameters:
+        error: The standard error of the value, shown beside it; the verdict does not use it.
+    """
 
     name: str
     value: float
     relation: str
     limit: float
+    error: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -45,6 +50,7 @@ class Check:
             "value": round(self.value, 4),
             "relation": self.relation,
             "limit": self.limit,
+            "standard_error": round(self.error, 4),
             "ok": self.ok,
         }
 
@@ -77,7 +83,8 @@ class Report:
         console.print(self.table)
         for check in self.checks:
             mark = "[green]ok  [/green]" if check.ok else "[red]FAIL[/red]"
-            console.print(f"{mark} {check.name}: {check.value:.3f}, required {check.relation} {check.limit:g}")
+            error = f" (± {check.error:.3f})" if check.error else ""
+            console.print(f"{mark} {check.name}: {check.value:.3f}{error}, required {check.relation} {check.limit:g}")
         console.print(noise_line(self.noise), style="dim")
 
 

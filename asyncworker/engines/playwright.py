@@ -185,13 +185,16 @@ def _is_root() -> bool:
     return True
 
 
-def own_words(error: BaseException) -> str:
-    """The reason that the browser itself gave, such as a library that it misses; else what Playwright says first.
+def own_reason(error: BaseException) -> str | None:
+    """The reason that the browser itself gave for not starting, such as a library that it misses; None: none.
 
-    Playwright's text goes on with the command line and a log of some hundred lines.
+    It stands deep in Playwright's text, in the browser's log.
     """
     said = re.search(r"\[err\] (.*(?:error while loading|cannot open|sandbox|FATAL).*)", str(error))
-    if said:
-        return said.group(1)
+    return said.group(1) if said else None
+
+
+def own_words(error: BaseException) -> str:
+    """The browser's own reason, else what Playwright says first; below that come some hundred lines of log."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2]) or type(error).__name__
+    return own_reason(error) or " ".join(lines[:2]) or type(error).__name__

@@ -108,6 +108,14 @@ def test_overhead_names_the_ratio_that_is_too_low(rates: dict[str, float], faili
     assert [check.name for check in report.checks if not check.ok] == [failing]
 
 
+def test_overhead_shows_the_standard_error_of_a_ratio_and_does_not_let_it_excuse_one(load: Load) -> None:
+    report = load("overhead").judge([rotation(load, ours=ours, plain=9.0) for ours in (9.2, 9.4, 9.9)])
+    check = report.as_json()["checks"][0]
+    assert check["value"] + check["standard_error"] > check["limit"]
+    assert check["ok"] is False
+    assert not report.ok
+
+
 def test_overhead_compares_within_a_rotation_so_that_a_slow_minute_slows_both(load: Load) -> None:
     slow = rotation(load, raw=5.0, ours=5.0, plain=5.0, per_message=2.5)
     report = load("overhead").judge([rotation(load, ours=10.0), slow, slow])

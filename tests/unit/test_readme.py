@@ -22,7 +22,7 @@ from dramatiq.cli import make_argument_parser
 from dramatiq.middleware import retries as dramatiq_retries
 
 import asyncworker
-from asyncworker import errors, middleware
+from asyncworker import errors, middleware, retries
 from asyncworker.engines import invisible
 from asyncworker.runtime import Session
 from asyncworker.settings import (
@@ -163,8 +163,8 @@ def test_the_figures_in_it_are_those_of_the_code() -> None:
         "at most `ASYNCWORKER_MAX_BROWSERS` (2)": settings.max_browsers == 2,
         "ten minutes unless set otherwise": settings.result_ttl_ms == 600_000,
         "waits 1 s, doubled each time up to a minute": settings.launch_backoff_ms == 1_000,
-        "after 250 ms, then 500 ms": middleware.CRASH_BACKOFF_MS == 250,
-        "The first five of a message use up no retry": middleware.MAX_CRASHES == 5,
+        "after 250 ms, then 500 ms": retries.CRASH_BACKOFF_MS == 250,
+        "The first five of a message use up no retry": retries.MAX_CRASHES == 5,
         "`max_retries` (20), after 15 to 30 s": (
             dramatiq_retries.Retries().max_retries,
             dramatiq_retries.Retries().min_backoff,
