@@ -117,7 +117,7 @@ class RedisLedger:
     def open(self, row: Row) -> Row:
         key = self._key(row.message_id)
         # The number of a row is its place in the list, so pushing it is what numbers it.
-        with self._client.pipeline() as pipe:
+        with self._client.pipeline(transaction=False) as pipe:
             pipe.rpush(key, _written(row))
             pipe.pexpire(key, KEPT_MS)
             number, _ = pipe.execute()
@@ -127,7 +127,7 @@ class RedisLedger:
         if row.attempt < 1:  # Redis would count such a place from the end
             return
         key = self._key(row.message_id)
-        with self._client.pipeline() as pipe:
+        with self._client.pipeline(transaction=False) as pipe:
             pipe.lset(key, row.attempt - 1, _written(row))
             pipe.pexpire(key, KEPT_MS)
             replaced, _ = pipe.execute(raise_on_error=False)
@@ -140,7 +140,7 @@ class RedisLedger:
 
     def count(self, worker: str, counts: Mapping[str, int]) -> None:
         # A key of its own for each worker: the living must not keep the dead.
-        with self._client.pipeline() as pipe:
+        with self._client.pipeline(transaction=False) as pipe:
             pipe.sadd(self._workers, worker)
             pipe.pexpire(self._workers, KEPT_MS)
             pipe.set(self._counts_key(worker), json.dumps(dict(counts)), px=KEPT_MS)
