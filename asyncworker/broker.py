@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import dramatiq
 import dramatiq.broker
@@ -38,10 +37,6 @@ from asyncworker.middleware import BrowserMiddleware
 from asyncworker.patience import passes, patiently
 from asyncworker.retries import Retries
 from asyncworker.settings import Settings, load
-
-logger = logging.getLogger("asyncworker.broker")
-
-T = TypeVar("T")
 
 #: The deployment's seed, drawn by whoever asks first.
 SEED_KEY = "asyncworker:seed"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import pkgutil
 import sys
 import traceback
@@ -17,8 +16,6 @@ from asyncworker import embedded
 from asyncworker.broker import get_broker
 from asyncworker.errors import AsyncworkerError
 from asyncworker.settings import Settings, load
-
-logger = logging.getLogger("asyncworker.worker")
 
 
 def start() -> Broker:
