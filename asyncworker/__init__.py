@@ -3,14 +3,18 @@
 A map, top to bottom; each file may import what stands above it in its group or in an earlier group:
 
     errors, identity, urls, settings, ledger    core: no queue, no browser library
+    shielding                                   work that ends although its waiter is cancelled
+    visitor                                     who a message was when it first ran
     guard, private_hosts                        what the shipped actors refuse
     processes, engines/                         whose process is this; what launches a browser
-    generation, browser, watch, loop, runtime   one browser, its owner, and one attempt on it
+    generation, launching, contexts, browser    one browser; how it and its contexts begin and end; their owner
+    watch, loop, runtime                        one attempt on it
     embedded, patience                          the edges: a broker to begin with, and waiting for one
+    accounting                                  a row and a log line for each attempt
     middleware, retries, consumer, broker       what fires when, and the broker with all of it
     actor, deployment, actors                   @actor; the entry of `dramatiq asyncworker.actors`
     commands, installing, doctor, sending       the command `asyncworker`,
-    demo/, cli                                  with its demo
+    identities, demo/, cli                      with its demo
     fakes, testing, pytest_plugin               for users' tests and ours
 
 Browser libraries are imported on use: importing this package costs a producer no 0.4 s.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast, overload
@@ -20,7 +20,7 @@ from dramatiq.asyncio import get_event_loop_thread
 from asyncworker.broker import get_broker
 from asyncworker.errors import DeclarationError, InvalidArguments
 from asyncworker.identity import checked_seed, new_seed
-from asyncworker.middleware import IDENTITY_OPTION, SESSION_OPTION, BrowserMiddleware
+from asyncworker.middleware import CONTEXT_OPTION, IDENTITY_OPTION, SESSION_OPTION, BrowserMiddleware
 from asyncworker.runtime import Session, current_attempt
 
 P = ParamSpec("P")
@@ -43,6 +43,7 @@ class SessionActor(dramatiq.Actor[P, R]):
 
     def __init__(self, fn: _Function[P, R], *, broker: Broker, options: dict[str, Any], **how: Any) -> None:
         self.fn_async = fn
+        self._context_options = options.get(CONTEXT_OPTION) or {}
         self._signature = _signature(fn)
         self._takes_seed = _takes(self._signature, "seed")
         super().__init__(self._run_in_session(fn), broker=broker, options=options, **how)
@@ -128,7 +129,7 @@ class SessionActor(dramatiq.Actor[P, R]):
             checked_seed(kwargs.get("seed"))
             if not self._takes_seed:
                 kwargs.pop("seed", None)
-            async with runtime.session(attempt) as session:
+            async with runtime.session(attempt, context_options=self._context_options) as session:
                 return await fn(session, *args, **kwargs)
 
         run.__name__, run.__module__ = fn.__name__, fn.__module__
@@ -151,6 +152,7 @@ def actor(
     priority: int = 0,
     broker: Broker | None = None,
     identity: Literal["deployment", "message"] = "deployment",
+    context_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> _Decorator: ...
 
@@ -164,6 +166,7 @@ def actor(
     priority: int = 0,
     broker: Broker | None = None,
     identity: str = "deployment",
+    context_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
     """Declare an async function that receives a `Session` first as an actor.
@@ -175,6 +178,8 @@ def actor(
         broker: None: the deployment's.
         identity: Whose seed a message without one gets: `deployment`, so that such messages share a browser and
             are one visitor, or `message`: a fresh one each, drawn when it is sent.
+        context_options: More of Playwright's options of a new context, such as storage_state, viewport or
+            extra_http_headers. What the worker's engine cannot honour refuses the message (Unsupported).
         options: Dramatiq's: max_retries, min_backoff, max_backoff, retry_when, throws, time_limit (ms), max_age
             (ms), store_results, result_ttl (ms), notify_shutdown, on_success, on_failure, pipe_ignore, …
 
@@ -202,7 +207,7 @@ def actor(
             priority=priority,
             broker=home,
             **options,
-            **{SESSION_OPTION: True, IDENTITY_OPTION: identity},
+            **{SESSION_OPTION: True, IDENTITY_OPTION: identity, CONTEXT_OPTION: dict(context_options or {})},
         )
         return cast(SessionActor[..., Any], declare(function))
 

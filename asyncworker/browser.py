@@ -1,8 +1,9 @@
 """BrowserHost: the owner of the browsers of one process. Launch once, lend contexts, notice death.
 
-A generation is one launched browser. Identities whose engine gives them the same launch key share a
-generation; another key needs a browser of its own, and at most `max_browsers` are up at once. A generation
-that was lost, or whose context did not open or close in time, gets no new contexts and ends with its last one.
+A generation is one launched browser. Identities whose engine gives them the same launch key share a generation;
+another key needs a browser of its own, and at most `max_browsers` are up at once, those that are about to end
+included. A generation that was lost, that let a step pass its limit or in which cancelled calls pile up gets no
+new contexts and ends with its last one.
 """
 
 from __future__ import annotations
@@ -12,41 +13,38 @@ import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Hashable
-from contextvars import ContextVar
+from collections.abc import AsyncIterator, Awaitable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import MappingProxyType
+from typing import Any
 
-from asyncworker.engines import Engine, Fault, Launched
-from asyncworker.errors import BrowserCrashed, EngineError, ForkedBrowser, LaunchFailed, PhaseTimeout
-from asyncworker.generation import Clock, Generation, Lease, LoopClock, crashed, shielded
+from asyncworker.contexts import WEDGED_TIMEOUT_MS, Contexts, current_lease
+from asyncworker.engines import Engine, Launched
+from asyncworker.errors import BrowserCrashed, EngineError, ExitDrifted, ForkedBrowser, LaunchFailed, PhaseTimeout
+from asyncworker.generation import Clock, Generation, Lease, LoopClock
 from asyncworker.identity import Identity
+from asyncworker.launching import Launcher
 from asyncworker.settings import Settings
-
-if TYPE_CHECKING:
-    from playwright.async_api import Browser, BrowserContext, Page
+from asyncworker.shielding import shielded
 
 logger = logging.getLogger("asyncworker.browser")
-
-T = TypeVar("T")
 
 #: A message tries this many browsers that die before its context is open, and fails with one more.
 MOST_DEAD_BROWSERS = 3
 
-#: A pause after failed launches grows to this and no further.
-LONGEST_BACKOFF_MS = 60_000
+#: So many cancelled calls that still hold their browser up end its use.
+MOST_ABANDONED = 2
+
+#: Who has waited this part of `browser_wait_ms` for a browser of its own takes the place of one that is busy.
+FAIR_PART = 0.25
 
 
 @dataclass
-class _Backoff:
-    """When a key may be launched again after failures."""
+class _Waiting:
+    """Messages of one key that have no browser yet."""
 
-    failures: int = 0
-    not_before: float = 0.0
-
-
-#: Whose code is running: contexts that it opens on the browser itself are closed with its session.
-_lease: ContextVar[Lease | None] = ContextVar("asyncworker_lease", default=None)
+    since: float
+    messages: int = 0
 
 
 class BrowserHost:
@@ -60,35 +58,45 @@ class BrowserHost:
 
     def __init__(self, engine: Engine, settings: Settings, *, clock: Clock | None = None) -> None:
         self.engine = engine
-        #: browsers_launched, browsers_lost, contexts_opened, contexts_closed
+        #: browsers_launched, browsers_lost, browsers_recycled, contexts_opened, contexts_closed
         self.counts: Counter[str] = Counter()
+        #: The launch key of the deployment's own identity, whose browser makes room for no other; None: unknown.
+        self.home: Hashable = None
         self._settings = settings
         self._clock = clock or LoopClock()
         self._pid = os.getpid()
         self._live: dict[Hashable, Generation] = {}
-        self._ending: set[Generation] = set()
+        self._up: set[Generation] = set()
         self._launches: dict[Hashable, asyncio.Task[Generation]] = {}
-        self._backoffs: dict[Hashable, _Backoff] = {}
+        self._waiting: dict[Hashable, _Waiting] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
         self._closed = False
+        self._launcher = Launcher(engine, settings, self._clock, too_late=self._launched_too_late)
+        self._contexts = Contexts(engine, settings, self.counts, retire=self._retire, spawn=self._spawn)
 
     @contextlib.asynccontextmanager
-    async def context(self, identity: Identity) -> AsyncIterator[Lease]:
+    async def context(
+        self, identity: Identity, options: Mapping[str, Any] = MappingProxyType({})
+    ) -> AsyncIterator[Lease]:
         """Lend a fresh context with an open page; it is closed, shielded and bounded, on the way out.
+
+        Parameters:
+            options: More of Playwright's options of a new context.
 
         Raises:
             LaunchFailed: When no browser came up.
             PhaseTimeout: When none was free in time, or its context or page did not open in time.
-            BrowserCrashed: When the browser died while the context was opened.
+            BrowserCrashed, ExitDrifted: When one browser after another died while the context was opened.
             ForkedBrowser: In a fork of the process that owns the browsers.
+            Unsupported: When the engine cannot honour an option.
         """
-        lease = await self._lend(identity)
-        token = _lease.set(lease)
+        lease = await self._lend(identity, options)
+        token = current_lease.set(lease)
         try:
             yield lease
         finally:
-            _lease.reset(token)
+            current_lease.reset(token)
             await shielded(self._take_back(lease))
 
     async def warm(self, identity: Identity) -> None:
@@ -105,6 +113,7 @@ class BrowserHost:
         self._announce()
         for generation in list(self._live.values()):
             self._retire(generation)
+        for generation in list(self._up):
             self._end(generation)
         if self._launches:
             await asyncio.wait(self._launches.values(), timeout=self._settings.launch_timeout_ms / 1000)
@@ -112,7 +121,30 @@ class BrowserHost:
             await asyncio.wait(set(self._tasks))
         await self.engine.close()
 
-    # --- the browser
+    # --- lending
+
+    async def _lend(self, identity: Identity, options: Mapping[str, Any]) -> Lease:
+        """A context with its page open.
+
+        A browser that dies before that has run none of the message's code: the message takes the next one.
+        """
+        for dead in range(MOST_DEAD_BROWSERS + 1):
+            generation = await self._acquire(identity)
+            try:
+                return await self._contexts.open(generation, identity, options)
+            except (BrowserCrashed, ExitDrifted) as error:
+                self._release(generation)
+                if dead == MOST_DEAD_BROWSERS:
+                    raise
+                logger.warning("another browser is taken: %s", error)
+            except BaseException:
+                self._release(generation)
+                raise
+        raise AssertionError("unreachable")
+
+    async def _take_back(self, lease: Lease) -> None:
+        await self._contexts.close_all(lease)
+        self._release(lease.generation)
 
     async def _acquire(self, identity: Identity) -> Generation:
         """A usable browser of the identity with room for one more context, already counted."""
@@ -121,15 +153,11 @@ class BrowserHost:
         wait_ms = self._settings.browser_wait_ms
         try:
             async with asyncio.timeout(wait_ms / 1000):
-                while True:
-                    generation = self._live.get(key)
-                    if generation is None or not generation.usable:
-                        generation = await self._launch(key, identity)
-                    if generation is not None and generation.usable and self._has_room(generation):
-                        generation.leases += 1
-                        return generation
-                    if generation is None or not self._has_room(generation):
-                        await self._change()
+                with self._queued(key):
+                    while (generation := self._with_room(key)) is None:
+                        await self._launched_or_changed(key, identity)
+                    generation.leases += 1
+                    return generation
         except TimeoutError:
             raise PhaseTimeout(
                 f"no {self.engine.name} browser was free within {wait_ms} ms (ASYNCWORKER_BROWSER_WAIT_MS); "
@@ -138,63 +166,87 @@ class BrowserHost:
                 engine=self.engine.name,
             ) from None
 
-    async def _launch(self, key: Hashable, identity: Identity) -> Generation | None:
-        """Join or start the one launch of the key; None when there is no room for another browser now."""
+    @contextlib.contextmanager
+    def _queued(self, key: Hashable) -> Iterator[None]:
+        waiting = self._waiting.setdefault(key, _Waiting(self._clock.monotonic()))
+        waiting.messages += 1
+        try:
+            yield
+        finally:
+            waiting.messages -= 1
+            if waiting.messages == 0:
+                del self._waiting[key]
+                self._announce()  # it may have been first in the queue
+
+    def _with_room(self, key: Hashable) -> Generation | None:
+        generation = self._live.get(key)
+        if generation is None or not generation.usable:
+            return None
+        most = self.engine.max_contexts
+        # A cancelled call that goes on holds a place as a context does.
+        held = generation.leases + generation.launched.abandoned if generation.leases else 0
+        return generation if most is None or held < most else None
+
+    async def _launched_or_changed(self, key: Hashable, identity: Identity) -> None:
         if self._closed:
             raise LaunchFailed("the worker is shutting down; no browser is launched", engine=self.engine.name)
         task = self._launches.get(key)
-        if task is None:
-            if not self._make_room():
-                return None
-            task = asyncio.create_task(self._launch_once(key, identity), name=f"asyncworker-launch-{key}")
+        if task is None and key not in self._live and self._make_room(key):
+            task = asyncio.create_task(self._launch(key, identity), name=f"asyncworker-launch-{key}")
             self._launches[key] = task
             task.add_done_callback(lambda done: self._launch_ended(key, done))
-        # Shielded: a message that gives up must not take the launch from the others that wait for it.
-        return await asyncio.shield(task)
+        if task is not None:
+            # Shielded: a message that gives up must not take the launch from the others that wait for it.
+            await asyncio.shield(task)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.browser_wait_ms * FAIR_PART / 1000):
+                await self._changed.wait()
 
-    async def _launch_once(self, key: Hashable, identity: Identity) -> Generation:
-        backoff = self._backoffs.setdefault(key, _Backoff())
-        if (pause := backoff.not_before - self._clock.monotonic()) > 0:
-            logger.warning("waiting %d ms before %s is launched again", pause * 1000, self.engine.name)
-            await self._clock.sleep(pause)
+    # --- room for browsers
+
+    def _make_room(self, key: Hashable) -> bool:
+        """True when a browser of this key may be launched now; else something may have been retired for it.
+
+        Keys get their browsers in the order in which they began to wait. The idle browser that was used longest
+        ago is retired for them; where none is idle, a busy one is, once they have waited their part.
+        """
+        queue = [each for each in self._waiting if each not in self._live and each not in self._launches]
+        ahead = queue.index(key)
+        free = self._settings.max_browsers - len(self._up) - len(self._launches)
+        if ahead < free:
+            return True
+        if ahead < free + sum(not generation.usable for generation in self._up):
+            return False  # one that is about to end makes the room
+        guests = [one for one in self._live.values() if one.key != self.home or self._settings.max_browsers == 1]
+        # One that has just come up has no context yet, but is what its own messages have waited for.
+        guests = [generation for generation in guests if generation.leases or generation.key not in self._waiting]
+        idle = [generation for generation in guests if generation.leases == 0]
+        if idle:
+            self._retire(min(idle, key=lambda generation: generation.used_at))
+        elif guests and self._waited_ms(key) >= self._settings.browser_wait_ms * FAIR_PART:
+            self._retire(min(guests, key=lambda generation: generation.number))
+        return False
+
+    def _waited_ms(self, key: Hashable) -> float:
+        return (self._clock.monotonic() - self._waiting[key].since) * 1000
+
+    async def _launch(self, key: Hashable, identity: Identity) -> Generation:
         started = self._clock.monotonic()
-        try:
-            launched = await self._launch_bounded(identity)
-        except LaunchFailed as error:
-            backoff.failures += 1
-            doubled = self._settings.launch_backoff_ms * 2 ** min(backoff.failures - 1, 16)
-            backoff.not_before = self._clock.monotonic() + min(doubled, LONGEST_BACKOFF_MS) / 1000
-            logger.error("launch %d in a row failed: %s", backoff.failures, error)
-            raise
-        del self._backoffs[key]
-        return self._adopt(key, launched, started)
-
-    async def _launch_bounded(self, identity: Identity) -> Launched:
-        """One launch; an engine that ignores its own time limit is left behind, and closed if it ever ends."""
-        limit_ms = self._settings.launch_timeout_ms
-        launching = asyncio.ensure_future(self.engine.launch(identity))
-        # The engine keeps the limit itself and cleans up; this bound is for one that does not.
-        await asyncio.wait({launching}, timeout=limit_ms / 1000 + 5)
-        if not launching.done():
-            launching.add_done_callback(self._launched_too_late)
-            raise LaunchFailed(
-                f"{self.engine.name} did not start in {limit_ms} ms (ASYNCWORKER_LAUNCH_TIMEOUT_MS); "
-                "run `asyncworker doctor`",
-                engine=self.engine.name,
-            )
-        try:
-            return launching.result()
-        except EngineError:
-            raise
-        except Exception as error:
-            raise LaunchFailed(
-                f"{self.engine.name} did not start: {type(error).__name__}: {error}; run `asyncworker doctor`",
-                engine=self.engine.name,
-            ) from error
-
-    def _launched_too_late(self, launching: asyncio.Future[Launched]) -> None:
-        if not launching.cancelled() and launching.exception() is None:
-            self._spawn(launching.result().close(self._settings.close_timeout_ms))
+        launched = await self._launcher.launch(key, identity)
+        self.counts["browsers_launched"] += 1
+        number = self.counts["browsers_launched"]
+        gone = asyncio.get_running_loop().create_future()
+        generation = Generation(number, key, launched, gone, used_at=self._clock.monotonic())
+        self._live[key] = generation
+        self._up.add(generation)
+        self._contexts.track(generation)
+        launched.on_lost(lambda reason: self._lost(generation, reason))
+        elapsed_ms = (self._clock.monotonic() - started) * 1000
+        logger.info("browser %d: %s is up after %d ms", number, self.engine.name, elapsed_ms)
+        if self._closed:
+            self._retire(generation)
+        return generation
 
     def _launch_ended(self, key: Hashable, task: asyncio.Task[Generation]) -> None:
         self._launches.pop(key, None)
@@ -202,38 +254,22 @@ class BrowserHost:
             task.exception()  # read: with no one waiting any more, asyncio would report it as forgotten
         self._announce()
 
-    def _adopt(self, key: Hashable, launched: Launched, started: float) -> Generation:
-        self.counts["browsers_launched"] += 1
-        number = self.counts["browsers_launched"]
-        gone = asyncio.get_running_loop().create_future()
-        generation = Generation(number, key, launched, gone, used_at=self._clock.monotonic())
-        self._live[key] = generation
-        self._track(launched.browser)
-        launched.on_lost(lambda reason: self._lost(generation, reason))
-        elapsed_ms = (self._clock.monotonic() - started) * 1000
-        logger.info("browser %d: %s is up after %d ms", number, self.engine.name, elapsed_ms)
-        if self._closed:
-            self._retire(generation)
-            self._end(generation)
-        return generation
+    def _launched_too_late(self, launched: Launched) -> None:
+        self._spawn(launched.close(self._settings.close_timeout_ms))
 
-    def _has_room(self, generation: Generation) -> bool:
-        return self.engine.max_contexts is None or generation.leases < self.engine.max_contexts
-
-    def _make_room(self) -> bool:
-        """True when one more browser may be up; else the idle one that was used longest ago is closed for it."""
-        if len(self._live) + len(self._launches) + len(self._ending) < self._settings.max_browsers:
-            return True
-        idle = [generation for generation in self._live.values() if generation.leases == 0]
-        if idle and not self._ending:
-            self._retire(min(idle, key=lambda generation: generation.used_at))
-        return False
+    # --- the end of a generation
 
     def _release(self, generation: Generation) -> None:
         generation.leases -= 1
         generation.used_at = self._clock.monotonic()
-        if not generation.usable and generation.leases == 0:
-            self._end(generation)
+        if generation.usable and (abandoned := generation.launched.abandoned) >= MOST_ABANDONED:
+            logger.warning(
+                "browser %d is replaced: %d cancelled calls still hold its client up", generation.number, abandoned
+            )
+            self.counts["browsers_recycled"] += 1
+            self._retire(generation)
+        if not generation.usable:
+            self._retire(generation)
         self._announce()
 
     def _retire(self, generation: Generation) -> None:
@@ -249,6 +285,7 @@ class BrowserHost:
         generation.lost = reason
         generation.gone.set_result(None)
         self.counts["browsers_lost"] += 1
+        self._up.discard(generation)
         self._forget(generation)
         logger.error("browser %d is gone (%s) with %d contexts open", generation.number, reason, generation.leases)
         for watcher in list(generation.watchers):
@@ -264,134 +301,15 @@ class BrowserHost:
     def _end(self, generation: Generation) -> None:
         if generation.ending is not None:
             return
-        generation.ending = self._spawn(generation.launched.close(self._settings.close_timeout_ms))
-        if generation.lost is None:  # one that is up still takes the place of another
-            self._ending.add(generation)
-            generation.ending.add_done_callback(lambda _: self._ended(generation))
+        limit_ms = self._settings.close_timeout_ms
+        if generation.wedged:
+            limit_ms = min(limit_ms, WEDGED_TIMEOUT_MS)
+        generation.ending = self._spawn(generation.launched.close(limit_ms))
+        generation.ending.add_done_callback(lambda _: self._ended(generation))
 
     def _ended(self, generation: Generation) -> None:
-        self._ending.discard(generation)
+        self._up.discard(generation)
         self._announce()
-
-    # --- its contexts
-
-    async def _lend(self, identity: Identity) -> Lease:
-        """A context with its page open.
-
-        A browser that dies before that has run none of the message's code: the message takes the next one.
-        """
-        for dead in range(MOST_DEAD_BROWSERS + 1):
-            generation = await self._acquire(identity)
-            try:
-                return await self._open(generation, identity)
-            except BrowserCrashed:
-                self._release(generation)
-                if dead == MOST_DEAD_BROWSERS:
-                    raise
-            except BaseException:
-                self._release(generation)
-                raise
-        raise AssertionError("unreachable")
-
-    async def _open(self, generation: Generation, identity: Identity) -> Lease:
-        opening = asyncio.ensure_future(generation.launched.new_context(identity))
-        try:
-            context = await self._step(generation, "context", opening)
-        except BaseException:
-            opening.add_done_callback(lambda done: self._opened_too_late(generation, done))
-            raise
-        self.counts["contexts_opened"] += 1
-        try:
-            page = await self._step(generation, "page", context.new_page())
-        except BaseException:
-            await shielded(self._close_context(generation, context))
-            raise
-        return Lease(generation, generation.launched.browser, context, page)
-
-    async def _take_back(self, lease: Lease) -> None:
-        for context in (*lease.others, lease.context):
-            await self._close_context(lease.generation, context)
-        self._release(lease.generation)
-
-    def _track(self, browser: Browser) -> None:
-        """Contexts that code opens on the browser itself belong to the session whose code opened them.
-
-        Playwright has no event for a new context on every engine, so its two methods are wrapped on this object.
-        """
-        new_context, new_page = browser.new_context, browser.new_page
-
-        def opened(context: BrowserContext) -> None:
-            if (lease := _lease.get()) is not None:
-                self.counts["contexts_opened"] += 1
-                lease.others.append(context)
-
-        async def tracked_context(**options: Any) -> BrowserContext:
-            context = await new_context(**options)
-            opened(context)
-            return context
-
-        async def tracked_page(**options: Any) -> Page:
-            page = await new_page(**options)
-            opened(page.context)
-            return page
-
-        browser.new_context = tracked_context  # type: ignore[method-assign]
-        browser.new_page = tracked_page  # type: ignore[method-assign]
-
-    def _opened_too_late(self, generation: Generation, opening: asyncio.Future[BrowserContext]) -> None:
-        """The message has given up; its context is closed as soon as it exists."""
-        if not opening.cancelled() and opening.exception() is None:
-            self.counts["contexts_opened"] += 1
-            self._spawn(self._close_context(generation, opening.result()))
-
-    async def _step(self, generation: Generation, phase: str, step: Awaitable[T]) -> T:
-        """Await one step of opening, bounded; name the phase and the browser in what it raises."""
-        limit_ms = self._settings.context_timeout_ms
-        doing: asyncio.Future[Any] = asyncio.ensure_future(step)
-        doing.add_done_callback(lambda done: done.cancelled() or done.exception())  # read, also when too late
-        # A call that meets a dying browser may never end, so the browser's end is waited for as well.
-        await asyncio.wait({doing, generation.gone}, timeout=limit_ms / 1000, return_when=asyncio.FIRST_COMPLETED)
-        if not doing.done():
-            if generation.lost is not None:
-                raise crashed(self.engine.name, generation)
-            self._retire(generation)  # it does not answer: the next message gets another browser
-            raise PhaseTimeout(
-                f"{self.engine.name} opened no {phase} within {limit_ms} ms (ASYNCWORKER_CONTEXT_TIMEOUT_MS); "
-                f"browser {generation.number} is replaced",
-                phase=phase,
-                engine=self.engine.name,
-                generation=generation.number,
-            )
-        try:
-            result: T = doing.result()
-            return result
-        except Exception as error:
-            if generation.lost is None and self.engine.classify(error) is not Fault.gone:
-                raise
-            self._retire(generation)  # its end may be announced a moment later
-            raise crashed(self.engine.name, generation) from error
-
-    async def _close_context(self, generation: Generation, context: BrowserContext) -> None:
-        """Close a context within `close_timeout_ms`; one that does not close retires its browser."""
-        self.counts["contexts_closed"] += 1
-        if generation.lost is not None:
-            return
-        closing = asyncio.ensure_future(context.close())
-        closing.add_done_callback(lambda done: done.cancelled() or done.exception())
-        limit_ms = self._settings.close_timeout_ms
-        await asyncio.wait({closing, generation.gone}, timeout=limit_ms / 1000, return_when=asyncio.FIRST_COMPLETED)
-        if not closing.done():
-            if generation.lost is None:
-                logger.warning(
-                    "a context of browser %d did not close in %d ms; the browser gets no new ones and is killed "
-                    "when its last context ends",
-                    generation.number,
-                    limit_ms,
-                )
-                self._retire(generation)
-            closing.cancel()
-        elif not closing.cancelled() and (error := closing.exception()) is not None and generation.usable:
-            logger.debug("closing a context of browser %d said: %s", generation.number, error)
 
     # --- the rest
 
@@ -406,9 +324,6 @@ class BrowserHost:
     def _announce(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-    async def _change(self) -> None:
-        await self._changed.wait()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

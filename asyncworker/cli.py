@@ -77,9 +77,26 @@ def send(
     if not wait:
         _print(sent.facts(), as_json, f"sent {sent.message.message_id} to {actor} with seed {sent.seed}")
         return
-    outcome = sent.wait(timeout)
-    _print(sent.facts() | outcome.facts(), as_json, outcome.sentence())
-    raise typer.Exit(0 if outcome.ok else 1)
+    answer = sent.wait(timeout)
+    if answer.change is not None:
+        errors.print(f"warning: {answer.change}", style="yellow", highlight=False, soft_wrap=True)
+    _print(sent.facts() | answer.facts(), as_json, answer.sentence())
+    raise typer.Exit(0 if answer.ok else 1)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})  # so that -1 is a wrong seed, not an unknown option
+def identity(
+    seed: Annotated[str, typer.Argument(help="The seed, 0 to 2**63-1.")],
+    as_json: Json = False,
+) -> None:
+    """Show which visitor a seed is to the sites, with this deployment's pins, locale and time zone."""
+    from asyncworker import identities
+
+    shown = identities.show(load(), identities.read_seed(seed))
+    if as_json:
+        _print_json(shown.facts())
+    else:
+        identities.render(shown, console)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

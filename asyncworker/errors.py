@@ -8,12 +8,14 @@
     │   ├── InvalidArguments      wrong, missing or superfluous arguments
     │   ├── InvalidSeed           a seed that is no integer in 0 .. 2**63-1
     │   ├── UrlRefused            not a URL, or one that this deployment does not open
-    │   └── PathRefused           a file outside the output directory
+    │   ├── PathRefused           a file outside the output directory
+    │   └── Unsupported           something that the worker's engine cannot do
     ├── EngineError               the browser or what launches it; retried with the same seed
     │   ├── LaunchFailed          no browser came up in time
     │   │   └── EngineMissing     there is nothing to launch
     │   ├── BrowserCrashed        the browser died under the attempt
     │   ├── PageCrashed           only this page's renderer died
+    │   ├── ExitDrifted           the proxy's exit changed under the browser
     │   ├── PhaseTimeout          a step of ours took too long (its name is in `phase`)
     │   └── ForkedBrowser         used in a forked child of the process that launched it
     └── SessionOver               the code kept a session beyond its attempt
@@ -105,6 +107,17 @@ class PathRefused(RefusedMessage, ValueError):
     path: str | None
 
 
+class Unsupported(RefusedMessage, NotImplementedError):
+    """The worker's engine cannot do this; set another ASYNCWORKER_ENGINE, or use what the sentence names instead.
+
+    Not raised for what Playwright itself refuses on a stock browser: that is its own error.
+    """
+
+    fields = ("engine", "capability")
+    engine: str | None
+    capability: str | None
+
+
 class EngineError(AsyncworkerError):
     """The browser failed, not the code: the message is retried with the same seed."""
 
@@ -133,6 +146,13 @@ class BrowserCrashed(EngineError):
 
 class PageCrashed(EngineError):
     """The page's renderer died; the browser lives on. The message is retried with the same seed."""
+
+
+class ExitDrifted(EngineError):
+    """The proxy's exit address changed, or could not be verified; the message is retried on a new browser.
+
+    Raised by invisible_playwright's engine alone, which announces the address that it had at its launch.
+    """
 
 
 class PhaseTimeout(EngineError, TimeoutError):

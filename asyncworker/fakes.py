@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncworker.engines import Fault
+from asyncworker.engines.capabilities import Capability, check_options
 from asyncworker.errors import LaunchFailed
 from asyncworker.identity import Identity
 
@@ -105,7 +107,9 @@ class FakePage(_Emitter):
         return b"\x89PNG\r\n\x1a\n"
 
     async def close(self, **options: Any) -> None:
-        self._closed = True
+        if not self._closed:
+            self._closed = True
+            self.emit("close", self)
 
     def is_closed(self) -> bool:
         return self._closed
@@ -128,7 +132,7 @@ class FakeContext:
         self.browser = browser
         self.options = dict(options)
         self.pages: list[FakePage] = []
-        self.cookies: list[Any] = []
+        self._cookies: list[Any] = []
         self.timeout_ms: float | None = None
         self.closed = False
 
@@ -142,6 +146,12 @@ class FakeContext:
     async def close(self, **options: Any) -> None:
         await self.browser.engine.pass_time("close_context")
         self.closed = True
+
+    async def add_cookies(self, cookies: list[Any]) -> None:
+        self._cookies.extend(cookies)
+
+    async def cookies(self) -> list[Any]:
+        return list(self._cookies)
 
     def set_default_timeout(self, timeout: float) -> None:
         self.timeout_ms = timeout
@@ -162,6 +172,8 @@ class FakeBrowser(_Emitter):
         self.browser: Any = self
         self.contexts: list[FakeContext] = []
         self.alive = True
+        #: Calls that were cancelled and still hold the browser up, as invisible_playwright's do.
+        self.abandoned = 0
         self._open = self.new_context
         self._lost: Callable[[str], None] | None = None
 
@@ -199,8 +211,9 @@ class FakeBrowser(_Emitter):
             self.crash()
 
     # "Any": FakeContext stands where Playwright's class is expected.
-    async def open_context(self, identity: Identity) -> Any:
-        return await self._open(locale=identity.locale, timezone_id=identity.timezone)
+    async def open_context(self, identity: Identity, options: Mapping[str, Any]) -> Any:
+        check_options(self.engine.name, self.engine.capabilities, options)
+        return await self._open(**({"locale": identity.locale, "timezone_id": identity.timezone} | dict(options)))
 
     async def close(self, timeout_ms: int = 0) -> None:
         self._lost = None
@@ -219,10 +232,15 @@ class FakeLaunched:
 
     def __init__(self, fake: FakeBrowser) -> None:
         self.browser: Any = fake
+        self._fake = fake
         self.on_lost = fake.on_lost
         self.new_context = fake.open_context
         self.close = fake.close
         self.kill = fake.kill
+
+    @property
+    def abandoned(self) -> int:
+        return self._fake.abandoned
 
 
 class FakeEngine:
@@ -235,6 +253,8 @@ class FakeEngine:
         delays: Seconds that a step takes, by its name: launch, new_context, new_page, page, close_context, close.
             `math.inf` never ends.
         begun: How often each of these steps has begun.
+        capabilities: What it can do; without one of them it refuses the options that need it.
+        drawn_by: What it says draws its identities; with another value each seed is another visitor.
     """
 
     name = "fake"
@@ -246,6 +266,8 @@ class FakeEngine:
         self.fail_launches = 0
         self.delays: dict[str, float] = {}
         self.begun: Counter[str] = Counter()
+        self.drawn_by = "fake 1"
+        self.capabilities = frozenset(Capability)
         self._one_identity_each = one_identity_each
 
     @property
@@ -263,6 +285,10 @@ class FakeEngine:
 
     def launch_key(self, identity: Identity) -> Hashable:
         return identity.seed if self._one_identity_each else None
+
+    async def identify(self, identity: Identity) -> Identity:
+        drawn = hashlib.sha256(f"{self.drawn_by}/{identity.seed}".encode()).hexdigest()
+        return replace(identity, digest=drawn[:12], drawn_by=self.drawn_by)
 
     async def check(self) -> str:
         return "a fake browser"

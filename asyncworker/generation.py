@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 from asyncworker.engines import Launched
-from asyncworker.errors import BrowserCrashed
+from asyncworker.errors import BrowserCrashed, ExitDrifted
+from asyncworker.identity import Identity
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, BrowserContext, Page
-
-T = TypeVar("T")
 
 
 class Clock(Protocol):
@@ -44,6 +43,10 @@ class Generation:
     gone: asyncio.Future[None]
     leases: int = 0
     retired: bool = False
+    #: It has let a step pass its limit: nothing of it is waited for at length any more.
+    wedged: bool = False
+    #: Another one must take its place, though it answers: the exit that it announces is no longer its own.
+    stale: bool = False
     lost: str | None = None
     used_at: float = 0.0
     ending: asyncio.Task[None] | None = None
@@ -51,7 +54,7 @@ class Generation:
 
     @property
     def usable(self) -> bool:
-        return not self.retired and self.lost is None
+        return not (self.retired or self.stale) and self.lost is None
 
 
 @dataclass(eq=False)
@@ -59,6 +62,7 @@ class Lease:
     """A context lent for one session, with its page open, and what the code opened beside it."""
 
     generation: Generation
+    identity: Identity
     browser: Browser
     context: BrowserContext
     page: Page
@@ -75,15 +79,11 @@ def crashed(engine: str, generation: Generation) -> BrowserCrashed:
     )
 
 
-async def shielded(work: Awaitable[T]) -> T:
-    """Await bounded `work` to its end even when cancelled meanwhile, then let the cancellation go on."""
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    return task.result()
+def drifted(engine: str, generation: Generation, error: BaseException) -> ExitDrifted:
+    """The error of a message under whose browser the proxy's exit changed."""
+    return ExitDrifted(
+        f"the proxy's exit changed under browser {generation.number} ({engine}), or could not be verified: {error}; "
+        "the browser is replaced and the message run again with the same seed",
+        engine=engine,
+        generation=generation.number,
+    )

@@ -57,6 +57,13 @@ class Identity:
     """What a site sees as one visitor: the seed and whatever the deployment fixes beside it.
 
     Engines decide what of it they can honour, and which identities may share a browser (`launch_key`).
+
+    Attributes:
+        digest: A few hex digits of everything that the engine derives from the rest: equal for the same visitor,
+            in any process. None before the engine was asked (`Engine.identify`), and always None with the stock
+            engines, since a stock browser shows every seed the same visitor.
+        drawn_by: Which version of what drew it, such as `invisible_core 53.48.0`: another one may draw another
+            visitor from the same seed.
     """
 
     seed: int
@@ -64,6 +71,8 @@ class Identity:
     timezone: str | None = None
     proxy: str | None = field(default=None, repr=False)  # holds a password
     pins: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    digest: str | None = field(default=None, compare=False)  # follows from the rest, and may not be asked for yet
+    drawn_by: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         checked_seed(self.seed)

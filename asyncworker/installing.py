@@ -144,7 +144,7 @@ async def _launch_once(settings: Settings) -> None:
         launched = await engine.launch(identity)
         try:
             async with asyncio.timeout(settings.context_timeout_ms / 1000):
-                context = await launched.new_context(identity)
+                context = await launched.new_context(identity, {})
                 await context.new_page()
         finally:
             await launched.close(settings.close_timeout_ms)

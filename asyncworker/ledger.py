@@ -10,7 +10,7 @@ import json
 import threading
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -26,13 +26,21 @@ class Outcome(StrEnum):
     failed = "failed"
     crashed = "crashed"  # the browser died under the attempt
     timed_out = "timed_out"
+    deferred = "deferred"  # put off through no one's fault, such as a proxy whose exit changed
     interrupted = "interrupted"  # by the worker's shutdown
     rejected = "rejected"  # no retry can help, or none is left
 
 
 @dataclass(frozen=True)
 class Row:
-    """One attempt of one message. Times are UNIX milliseconds."""
+    """One attempt of one message. Times are UNIX milliseconds.
+
+    Attributes:
+        identity: The digest of the identity that its session had; None before there was one, and with engines that
+            draw none.
+        drawn_by: Which version of what drew that identity.
+        identity_changed: True when the seed was another visitor on an earlier attempt, or on an earlier run.
+    """
 
     message_id: str
     attempt: int
@@ -44,6 +52,9 @@ class Row:
     outcome: Outcome = Outcome.running
     generation: int | None = None
     error: str | None = None
+    identity: str | None = None
+    drawn_by: str | None = None
+    identity_changed: bool = False
 
     @property
     def took_ms(self) -> int | None:
@@ -58,7 +69,10 @@ class Ledger(Protocol):
         """Append a row; the returned one has its attempt number, counted from 1 within its message."""
 
     def close(self, row: Row) -> None:
-        """Replace the open row of the same message and attempt; nothing happens when it is known no more."""
+        """Replace the row of the same message and attempt; nothing happens when it is known no more.
+
+        For the row's end, and before it to add what became known meanwhile, such as the identity.
+        """
 
     def rows(self, message_id: str) -> list[Row]:
         """The rows of one message, first attempt first; empty when none is known."""
@@ -171,6 +185,9 @@ class RedisLedger:
 _NO_SUCH_ROW = ("no such key", "index out of range")
 
 
+_FIELDS = tuple(field.name for field in fields(Row))
+
+
 def _text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
@@ -180,5 +197,7 @@ def _written(row: Row) -> str:
 
 
 def _read(text: bytes | str) -> Row:
-    fields = json.loads(text)
-    return Row(**(fields | {"outcome": Outcome(fields["outcome"])}))
+    """Workers of another version write to the same store: fields may be missing, and there may be more."""
+    stored = json.loads(text)
+    known = {name: stored[name] for name in _FIELDS if name in stored}
+    return Row(**(known | {"outcome": Outcome(stored["outcome"])}))

@@ -34,7 +34,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import redis
@@ -42,14 +41,14 @@ from dramatiq import Broker, MessageProxy, Worker
 from dramatiq.asyncio import set_event_loop_thread
 from dramatiq.common import q_name
 from dramatiq.middleware import Middleware as DramatiqMiddleware
-from dramatiq.middleware import MiddlewareError, Shutdown, TimeLimitExceeded
+from dramatiq.middleware import MiddlewareError
 
 from asyncworker import processes
+from asyncworker.accounting import Accounting, keep_in_dead_letter, now_ms, outcome_of
 from asyncworker.engines import Engine
-from asyncworker.errors import AsyncworkerError, BrowserCrashed, EngineError, PageCrashed, RefusedMessage
+from asyncworker.errors import AsyncworkerError, EngineError
 from asyncworker.ledger import Ledger, Outcome, Row
 from asyncworker.loop import LoopThread
-from asyncworker.patience import patiently
 from asyncworker.runtime import Attempt, Runtime, current_attempt, set_runtime
 from asyncworker.settings import DEFAULT_SLOTS, Settings
 
@@ -60,6 +59,9 @@ SESSION_OPTION = "session"
 
 #: The option that says whose seed a message without one gets: `deployment` or `message`.
 IDENTITY_OPTION = "identity"
+
+#: The option that holds more of Playwright's options of a new context.
+CONTEXT_OPTION = "context_options"
 
 #: A worker process stores its counts this often while it works, and at its end.
 COUNT_EVERY_S = 1.0
@@ -101,15 +103,6 @@ def emit(broker: Broker, hook: str, message: MessageProxy, **facts: Any) -> None
                 logger.critical("unexpected failure in %s of %r", hook, middleware, exc_info=True)
 
 
-@dataclass
-class _Running:
-    """What a worker thread is at."""
-
-    row: Row
-    #: False when the ledger's store did not take the row.
-    recorded: bool
-
-
 class BrowserMiddleware(Middleware):
     """The browser of a worker process, and the account of its attempts.
 
@@ -136,13 +129,12 @@ class BrowserMiddleware(Middleware):
         self._seed = settings.seed
         self._loop: LoopThread | None = None
         self._runtime: Runtime | None = None
-        self._thread = threading.local()
-        self._generations: dict[str, int] = {}
+        self._accounting = Accounting(ledger)
         self._next_count = 0.0
 
     @property
     def actor_options(self) -> set[str]:
-        return {SESSION_OPTION, IDENTITY_OPTION}
+        return {SESSION_OPTION, IDENTITY_OPTION, CONTEXT_OPTION}
 
     @property
     def runtime(self) -> Runtime:
@@ -180,7 +172,7 @@ class BrowserMiddleware(Middleware):
         self._loop.start()
         set_event_loop_thread(self._loop)  # type: ignore[arg-type]  # Dramatiq's interface, not its class
         self._runtime = Runtime(self.settings, engine=self._engine)
-        self._runtime.on_session = self._session_began
+        self._runtime.on_session = self._accounting.session_began
         self._runtime.default_seed = self.deployment_seed
         set_runtime(self._runtime, self._loop.loop)
         threading.Thread(target=self._sweep, name="asyncworker-sweep", daemon=True).start()
@@ -269,14 +261,9 @@ class BrowserMiddleware(Middleware):
             actor=message.actor_name,
             seed=seed if isinstance(seed, int) else None,
             worker=self.worker_id,
-            opened_ms=_now_ms(),
+            opened_ms=now_ms(),
         )
-        running = self._thread.running = _Running(row, recorded=False)
-        try:
-            running.row, running.recorded = self.ledger.open(row), True
-        except redis.RedisError as error:
-            logger.warning("attempt of message %s is not in the ledger: %s", row.message_id, error)
-        current_attempt.set(_attempt(running.row, limit_ms))
+        current_attempt.set(_attempt(self._accounting.begin(message, row), limit_ms))
 
     def after_process_message(
         self,
@@ -286,39 +273,21 @@ class BrowserMiddleware(Middleware):
         result: Any = None,
         exception: BaseException | None = None,
     ) -> None:
-        self._close_row(_outcome(exception), exception)
+        self._close_row(outcome_of(exception), exception)
 
     def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:
         self._close_row(Outcome.rejected, None)
 
+    def before_nack(self, broker: Broker, message: MessageProxy) -> None:
+        keep_in_dead_letter(broker, message)
+
     def _close_row(self, outcome: Outcome, exception: BaseException | None) -> None:
         current_attempt.set(None)
-        running: _Running | None = getattr(self._thread, "running", None)
-        self._thread.running = None
-        if running is None:  # skipped before its attempt began
+        if not self._accounting.close(outcome, exception, at_ms=now_ms()):
             return
-        generation = self._generations.pop(running.row.message_id, None)
-        error = f"{type(exception).__name__}: {exception}"[:500] if exception is not None else None
-        row = replace(running.row, closed_ms=_now_ms(), outcome=outcome, generation=generation, error=error)
-        logger.info(
-            "message_id=%s actor=%s attempt=%d seed=%s browser=%s outcome=%s ms=%s",
-            row.message_id,
-            row.actor,
-            row.attempt,
-            row.seed,
-            generation,
-            outcome,
-            row.took_ms,
-        )
-        if running.recorded:
-            patiently(lambda: self.ledger.close(row), "close the row of an attempt")
         if self._runtime is not None and time.monotonic() >= self._next_count:
             self._next_count = time.monotonic() + COUNT_EVERY_S
             self._record_counts(self._runtime)
-
-    def _session_began(self, attempt: Attempt, generation: int) -> None:
-        if attempt.message_id is not None:
-            self._generations[attempt.message_id] = generation
 
     def _record_counts(self, runtime: Runtime) -> None:
         if runtime.host.counts:
@@ -338,27 +307,8 @@ def _attempt(row: Row, limit_ms: float) -> Attempt:
     return Attempt(row.seed, row.message_id, row.actor, row.attempt, deadline)
 
 
-def _outcome(exception: BaseException | None) -> Outcome:
-    match exception:
-        case None:
-            return Outcome.succeeded
-        case TimeLimitExceeded():
-            return Outcome.timed_out
-        case Shutdown():
-            return Outcome.interrupted
-        case BrowserCrashed() | PageCrashed():
-            return Outcome.crashed
-        case RefusedMessage():
-            return Outcome.rejected
-    return Outcome.failed
-
-
 def _serves_sessions(broker: Broker, worker: Worker) -> bool:
     """True when one of the worker's queues belongs to an actor that receives a session."""
     queues = {actor.queue_name for actor in broker.actors.values() if actor.options.get(SESSION_OPTION)}
     wanted = {q_name(queue) for queue in worker.consumer_whitelist or ()}
     return bool(queues & wanted if wanted else queues)
-
-
-def _now_ms() -> int:
-    return int(time.time() * 1000)

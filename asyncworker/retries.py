@@ -9,7 +9,7 @@ from dramatiq import Broker, MessageProxy
 from dramatiq.middleware import Retries as DramatiqRetries
 from dramatiq.middleware import Shutdown
 
-from asyncworker.errors import BrowserCrashed, PageCrashed, RefusedMessage
+from asyncworker.errors import BrowserCrashed, ExitDrifted, PageCrashed, RefusedMessage
 from asyncworker.middleware import emit
 
 logger = logging.getLogger("asyncworker.worker")
@@ -45,7 +45,7 @@ class Retries(DramatiqRetries):
             emit(broker, "after_retry_message", message, exception=exception)
 
     def _is_innocent(self, broker: Broker, message: MessageProxy, exception: BaseException | None) -> bool:
-        """A crash or a shutdown is not the code's failure and uses up no retry, unless the actor wants none at all."""
+        """A crash, a changed exit or a shutdown is not the code's failure: it uses up no retry, if there are any."""
         options = broker.get_actor(message.actor_name).options
         throws = message.options.get("throws") or options.get("throws")
         max_retries = message.options.get("max_retries", options.get("max_retries", self.max_retries))
@@ -53,7 +53,8 @@ class Retries(DramatiqRetries):
             return False
         if isinstance(exception, Shutdown):
             return True
-        return isinstance(exception, BrowserCrashed | PageCrashed) and message.options.get("crashes", 0) < MAX_CRASHES
+        blameless = BrowserCrashed | PageCrashed | ExitDrifted
+        return isinstance(exception, blameless) and message.options.get("crashes", 0) < MAX_CRASHES
 
     def _enqueue_again(self, broker: Broker, message: MessageProxy, *, interrupted: bool) -> None:
         if interrupted:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,10 +19,11 @@ from asyncworker import engines
 from asyncworker import identity as identities
 from asyncworker.browser import BrowserHost
 from asyncworker.engines import Engine
-from asyncworker.errors import RefusedMessage, SessionOver
-from asyncworker.generation import Clock, Lease, LoopClock, shielded
+from asyncworker.errors import BrokerUnavailable, RefusedMessage, SessionOver
+from asyncworker.generation import Clock, Lease, LoopClock
 from asyncworker.identity import Identity
 from asyncworker.settings import Settings, load
+from asyncworker.shielding import shielded
 from asyncworker.watch import Watch
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Session:
         identity: What a site sees as one visitor, derived from the seed.
         attempt: Which execution of which message this is.
         settings: The worker's settings.
-        log: A logger whose lines say to which message, actor, attempt, seed and browser they belong.
+        log: A logger whose lines say to which message, actor, attempt, seed, identity and browser they belong.
     """
 
     def __init__(self, lease: Lease, attempt: Attempt, identity: Identity, settings: Settings) -> None:
@@ -81,7 +82,7 @@ class Session:
         self.identity = identity
         self.seed = identity.seed
         self.settings = settings
-        self.log = SessionLog(logger, _facts(attempt, self.seed, lease))
+        self.log = SessionLog(logger, _facts(attempt, identity, lease))
         self._lease = lease
         self._over = False
         self._random: random.Random | None = None
@@ -139,8 +140,8 @@ class Runtime:
         self.engine = engine or engines.create(settings)
         self.host = BrowserHost(self.engine, settings, clock=clock or LoopClock())
         self._slots: contextlib.AbstractAsyncContextManager[object] = contextlib.nullcontext()
-        #: Called with the attempt and the browser's generation whenever a session begins.
-        self.on_session: Callable[[Attempt, int], None] = lambda attempt, generation: None
+        #: Awaited with the attempt, the browser's generation and the identity whenever a session begins.
+        self.on_session: Callable[[Attempt, int, Identity], Awaitable[None]] = _told_no_one
         #: Gives the deployment's seed; may ask the store, so it is called in a thread.
         self.default_seed: Callable[[], int] = lambda: _drawn_once(settings.seed)
 
@@ -160,25 +161,43 @@ class Runtime:
         )
 
     @contextlib.asynccontextmanager
-    async def session(self, attempt: Attempt) -> AsyncIterator[Session]:
+    async def session(
+        self, attempt: Attempt, *, context_options: Mapping[str, Any] | None = None
+    ) -> AsyncIterator[Session]:
         """Lend a fresh context and its page for one attempt.
+
+        Parameters:
+            context_options: More of Playwright's options of a new context.
 
         Raises:
             BrowserCrashed: When the browser died meanwhile, whatever the code was waiting for.
             PageCrashed: When only the page's renderer died.
             LaunchFailed, PhaseTimeout, ForkedBrowser: When no context could be lent.
+            ExitDrifted: When the proxy's exit changed under the browser.
+            Unsupported: When the engine cannot do what the options or the code ask for.
+            ConfigurationError: When the engine cannot draw the identity with the deployment's pins.
         """
         seed = await asyncio.to_thread(self.default_seed) if attempt.seed is None else attempt.seed
-        identity = self.identity(seed)
-        async with self._slots, self.host.context(identity) as lease:
-            self.on_session(attempt, lease.generation.number)
+        identity = await self.engine.identify(self.identity(seed))
+        await self._know_home()
+        async with self._slots, self.host.context(identity, context_options or {}) as lease:
             self._limit_waits(lease, attempt)
             session = Session(lease, attempt, identity, self.settings)
             try:
                 async with self._watched(lease):
+                    await self.on_session(attempt, lease.generation.number, identity)
                     yield session
             finally:
                 session._over = True
+
+    async def _know_home(self) -> None:
+        """Tell the host once whose browser makes room for no other: the deployment's own."""
+        if self.host.home is None:
+            try:
+                seed = await asyncio.to_thread(self.default_seed)
+            except BrokerUnavailable:
+                return  # asked again by the next message
+            self.host.home = self.engine.launch_key(self.identity(seed))
 
     async def close(self) -> None:
         """Close all browsers and the driver, each within its bound."""
@@ -209,10 +228,10 @@ class Runtime:
             watch.end()
             raise
         except Exception as error:
-            fault = await watch.explain(error)
-            if fault is None:
+            explained = await watch.explain(error)
+            if explained is None:
                 raise
-            raise fault from error
+            raise explained from error
         else:
             watch.end()
 
@@ -228,7 +247,9 @@ def set_runtime(runtime: Runtime | None, loop: asyncio.AbstractEventLoop | None 
 
 
 @contextlib.asynccontextmanager
-async def open_session(*, seed: int | None = None) -> AsyncIterator[Session]:
+async def open_session(
+    *, seed: int | None = None, context_options: Mapping[str, Any] | None = None
+) -> AsyncIterator[Session]:
     """A session for a plain `@dramatiq.actor`, or for a script.
 
     In a worker it lends a context of the worker's browser. Anywhere else it launches a browser as the settings
@@ -236,8 +257,10 @@ async def open_session(*, seed: int | None = None) -> AsyncIterator[Session]:
 
     Parameters:
         seed: From 0 to 2**63-1; None: the running message's seed, else the deployment's.
+        context_options: More of Playwright's options of a new context, such as storage_state or extra_http_headers.
 
     Raises:
+        Unsupported: When the engine cannot honour one of the options.
         InvalidSeed: For anything else.
         EngineError: When no context could be lent, or the browser died.
     """
@@ -246,12 +269,12 @@ async def open_session(*, seed: int | None = None) -> AsyncIterator[Session]:
     running = current_attempt.get() or Attempt()
     attempt = running if seed is None else replace(running, seed=seed)
     if _worker_runtime is not None and _worker_runtime[1] is asyncio.get_running_loop():
-        async with _worker_runtime[0].session(attempt) as session:
+        async with _worker_runtime[0].session(attempt, context_options=context_options) as session:
             yield session
         return
     runtime = Runtime(load())
     try:
-        async with runtime.session(attempt) as session:
+        async with runtime.session(attempt, context_options=context_options) as session:
             yield session
     finally:
         await shielded(runtime.close())
@@ -267,11 +290,17 @@ def _subject(attempt: Attempt) -> str:
     return f"message {attempt.message_id} ({attempt.actor})" if attempt.message_id else "open_session()"
 
 
-def _facts(attempt: Attempt, seed: int, lease: Lease) -> dict[str, object]:
-    return {
+def _facts(attempt: Attempt, identity: Identity, lease: Lease) -> dict[str, object]:
+    facts: dict[str, object] = {
         "message_id": attempt.message_id,
         "actor": attempt.actor,
         "attempt": attempt.number,
-        "seed": seed,
-        "browser": lease.generation.number,
+        "seed": identity.seed,
     }
+    if identity.digest is not None:
+        facts["identity"] = identity.digest
+    return facts | {"browser": lease.generation.number}
+
+
+async def _told_no_one(attempt: Attempt, generation: int, identity: Identity) -> None:
+    """Without a worker there is no account of attempts."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import dramatiq
+import redis
 from dramatiq import Broker, Message
 from dramatiq.results.errors import ResultFailure, ResultTimeout
 
@@ -14,20 +16,38 @@ from asyncworker.actor import SessionActor
 from asyncworker.broker import get_broker
 from asyncworker.deployment import import_actors
 from asyncworker.errors import ConfigurationError
+from asyncworker.ledger import Row
 from asyncworker.middleware import ledger_of
 from asyncworker.settings import Settings
+from asyncworker.visitor import Visitor, changed
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a message. `error` and `result` are never both set."""
+    """What became of a message. `error` and `result` are never both set.
+
+    Attributes:
+        identity: The digest of the identity that the answering attempt had; None with engines that draw none.
+        drawn_by: Which version of what drew it.
+        change: How it differs from the message's first, as a sentence; None: it does not.
+    """
 
     ok: bool
     result: Any = None
     error: str | None = None
+    identity: str | None = None
+    drawn_by: str | None = None
+    change: str | None = None
 
     def facts(self) -> dict[str, Any]:
-        return {"ok": self.ok, "result": self.result, "error": self.error}
+        return {
+            "ok": self.ok,
+            "result": self.result,
+            "error": self.error,
+            "identity": self.identity,
+            "drawn_by": self.drawn_by,
+            "identity_changed": self.change is not None,
+        }
 
     def sentence(self) -> str:
         return str(self.result) if self.ok else f"failed: {self.error}"
@@ -58,22 +78,37 @@ class Sent:
         """Wait until the message has succeeded, or was given up after its last retry."""
         backend = self.broker.get_results_backend()
         try:
-            return Answer(True, backend.get_result(self.message, block=True, timeout=timeout_ms))
+            answer = Answer(True, backend.get_result(self.message, block=True, timeout=timeout_ms))
         except ResultFailure as error:
-            return Answer(False, error=str(error))
+            answer = Answer(False, error=str(error))
         except ResultTimeout:
-            return Answer(False, error=self._overdue(timeout_ms))
+            rows = ledger_of(self.broker).rows(self.message.message_id)
+            return _with_identity(Answer(False, error=_overdue(rows, timeout_ms)), rows)
+        with contextlib.suppress(redis.RedisError):  # the answer is there, whoever gave it
+            answer = _with_identity(answer, ledger_of(self.broker).rows(self.message.message_id))
+        return answer
 
-    def _overdue(self, timeout_ms: int) -> str:
-        rows = ledger_of(self.broker).rows(self.message.message_id)
-        if not rows:
-            return (
-                f"no worker began it in {timeout_ms} ms; is one running? start `dramatiq asyncworker.actors` in the "
-                "deployment's directory"
-            )
-        last = rows[-1]
-        because = f": {last.error}" if last.error else ""
-        return f"not done in {timeout_ms} ms; attempt {last.attempt} is {last.outcome}{because}"
+
+def _overdue(rows: list[Row], timeout_ms: int) -> str:
+    if not rows:
+        return (
+            f"no worker began it in {timeout_ms} ms; is one running? start `dramatiq asyncworker.actors` in the "
+            "deployment's directory"
+        )
+    last = rows[-1]
+    because = f": {last.error}" if last.error else ""
+    return f"not done in {timeout_ms} ms; attempt {last.attempt} is {last.outcome}{because}"
+
+
+def _with_identity(answer: Answer, rows: list[Row]) -> Answer:
+    """The answer, with who gave it: the last attempt, whose row may not be closed yet, but has its identity."""
+    if not rows:
+        return answer
+    last = rows[-1]
+    change = None
+    if last.identity_changed:
+        change = changed(last.seed, Visitor.in_rows(rows, last.seed), Visitor.in_row(last))
+    return replace(answer, identity=last.identity, drawn_by=last.drawn_by, change=change)
 
 
 def send_message(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -80,6 +81,16 @@ class Proxy:
         if self.username is not None:
             option |= {"username": self.username, "password": self.password or ""}
         return option
+
+    def scrubbed(self, text: str) -> str:
+        """`text` with `***` for the password, in whatever form another library may have written it."""
+        if not self.password:
+            return text
+        pair = f"{self.username or ''}:{self.password}"
+        forms = (base64.b64encode(pair.encode()).decode(), quote(self.password, safe=""), self.password)
+        for form in forms:
+            text = text.replace(form, "***")
+        return text
 
     @classmethod
     def parse(cls, url: str) -> Proxy:

@@ -6,8 +6,9 @@ import asyncio
 from typing import Any
 
 from asyncworker.engines import Engine, Fault
-from asyncworker.errors import BrowserCrashed, EngineError, PageCrashed
-from asyncworker.generation import Lease, crashed
+from asyncworker.engines.capabilities import refusal
+from asyncworker.errors import BrowserCrashed, EngineError, PageCrashed, Unsupported
+from asyncworker.generation import Lease, crashed, drifted
 
 #: When the browser or the page is gone, a call in flight says so itself within milliseconds; code that waits
 #: for something else is cancelled after this.
@@ -52,17 +53,31 @@ class Watch:
             return False
         return self._task.uncancel() <= self._cancelling
 
-    async def explain(self, error: Exception) -> EngineError | None:
-        """Stop watching; returns the death that `error` came of, which may be announced a moment after it."""
+    async def explain(self, error: Exception) -> EngineError | Unsupported | None:
+        """Stop watching; returns the death that `error` came of, which may be announced a moment after it.
+
+        Or what else the engine says by it: that it cannot do this, or that its browser is of no more use.
+        """
         self._may_cancel = False
         hint = self._engine.classify(error)
-        if hint is not None:
+        if hint is Fault.unsupported:
+            self.end()
+            return refusal(self._engine.name, error)
+        if hint in (Fault.gone, Fault.page_crashed, Fault.unclear):
             deadline = asyncio.get_running_loop().time() + FAULT_GRACE_S
             while self._fault is None and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110 -- bounded
                 await asyncio.sleep(0.01)
-        if hint is Fault.page_crashed and self._fault is None:
-            self._fault = self._page_error()
+        if self._fault is None and hint is not None:
+            self._fault = self._named_by(hint, error)
         return self.end()
+
+    def _named_by(self, hint: Fault, error: Exception) -> EngineError | None:
+        if hint is Fault.page_crashed:
+            return self._page_error()
+        if hint is Fault.exit_drifted:
+            self._lease.generation.stale = True
+            return drifted(self._engine.name, self._lease.generation, error)
+        return None
 
     def _browser_lost(self, reason: str) -> None:
         self._notice(crashed(self._engine.name, self._lease.generation))

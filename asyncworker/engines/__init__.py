@@ -8,10 +8,11 @@ engine and never looks at a browser library itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
+from asyncworker.engines.capabilities import Capability
 from asyncworker.identity import Identity
 from asyncworker.settings import EngineName, Settings
 
@@ -24,6 +25,8 @@ class Fault(StrEnum):
 
     gone = "gone"  # the browser, its context or its page is closed, by a crash or by the code itself
     page_crashed = "page_crashed"
+    exit_drifted = "exit_drifted"  # the proxy's exit is another one than at launch, or cannot be verified
+    unsupported = "unsupported"  # the engine cannot do what it was asked for
     unclear = "unclear"  # what a crash says too, a moment before it is announced
 
 
@@ -33,11 +36,19 @@ class Launched(Protocol):
     browser: Browser
     pid: int | None
 
+    @property
+    def abandoned(self) -> int:
+        """How many calls were cancelled and still hold the browser's client up; 0 where none can."""
+
     def on_lost(self, callback: Callable[[str], None]) -> None:
         """Call `callback(reason)` once, on the loop, when the browser is gone without `close`."""
 
-    async def new_context(self, identity: Identity) -> BrowserContext:
-        """A fresh context. Unbounded: the caller bounds it."""
+    async def new_context(self, identity: Identity, options: Mapping[str, Any]) -> BrowserContext:
+        """A fresh context of the identity, with more of Playwright's options. Unbounded: the caller bounds it.
+
+        Raises:
+            Unsupported: When the engine cannot honour one of the options.
+        """
 
     async def close(self, timeout_ms: int) -> None:
         """Close the browser, or kill it after `timeout_ms`; leaves no process. Never raises."""
@@ -51,9 +62,18 @@ class Engine(Protocol):
 
     name: str
     max_contexts: int | None
+    capabilities: frozenset[Capability]
 
     def launch_key(self, identity: Identity) -> Hashable:
         """Two identities of equal keys may share a browser."""
+
+    async def identify(self, identity: Identity) -> Identity:
+        """The identity with its digest, as this engine draws it; unchanged where it draws none.
+
+        Raises:
+            ConfigurationError: When it cannot be drawn as the settings want it.
+            EngineMissing: When what draws it is not installed.
+        """
 
     async def check(self) -> str:
         """What would be launched, as a phrase for a log line.
@@ -119,6 +139,10 @@ def _classify_one(error: BaseException) -> Fault | None:
         return None
     # What the browser's state is stands in the first line; below it are the call's own words, such as a selector.
     said = str(error).partition("\n")[0]
+    if names & _EXIT_DRIFTED:
+        return Fault.exit_drifted
+    if any(phrase in str(error) for phrase in _UNSUPPORTED):
+        return Fault.unsupported
     if _PAGE_CRASHED.match(said):
         return Fault.page_crashed
     if "TargetClosedError" in names or any(phrase in said for phrase in _GONE):
@@ -132,6 +156,15 @@ def context_options(identity: Identity) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
+_EXIT_DRIFTED = {"ProxyEgressDrifted", "ProxyEgressNonVerificabile"}
+_UNSUPPORTED = (
+    "invisible_playwright does not implement",
+    "outside what invisible_playwright implements",
+    "() is not implemented yet",
+    "() is not wired yet",
+    "has no engine command in this Juggler",
+    "localStorage is not implemented",
+)
 _LIBRARIES = ("playwright", "invisible_playwright")
 _PAGE_CRASHED = re.compile(r"(?:[\w.]+: )?(?:Target|Page) crashed")
 _UNCLEAR = ("ERR_ABORTED", "frame was detached", "Execution context was destroyed")

@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import platform
 import re
 import shutil
 import sys
@@ -198,7 +199,7 @@ def _invisible(settings: Settings) -> Found | None:
     leave_invisible_core_alone()
     try:
         from invisible_core import active_seal, verify_engine
-        from invisible_core.download import engine_status
+        from invisible_core.download import cache_dir_for_seal, engine_status
     except ImportError as error:
         raise EngineMissing(
             f"invisible_playwright does not import ({error}); `pip install invisible-playwright` installs it",
@@ -218,7 +219,9 @@ def _invisible(settings: Settings) -> Found | None:
         return Found("invisible", path, "settings")
     present, detail = engine_status()
     if present:
-        return Found("invisible", None, "invisible_playwright")
+        seal = active_seal()
+        entry = cache_dir_for_seal(seal) / seal.asset_for(sys.platform, platform.machine()).entry_rel
+        return Found("invisible", entry, "invisible_playwright")
     if detail == "not downloaded":
         return None
     raise EngineMissing(

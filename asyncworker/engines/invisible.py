@@ -10,22 +10,21 @@ the order used here (bounded close, kill by token in a thread, then the exit) ne
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Hashable
-from pathlib import Path
+from collections.abc import Callable, Coroutine, Hashable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from asyncworker import processes
-from asyncworker.engines import Fault, classify_by_name
-from asyncworker.engines.finding import find
+from asyncworker.engines import Fault, capabilities, classify_by_name, invisible_client, profile, storage_state
+from asyncworker.engines.finding import Found, find, needs_xvfb, which
+from asyncworker.engines.lifeline import Lifeline
 from asyncworker.errors import EngineMissing, LaunchFailed
 from asyncworker.identity import Identity
-from asyncworker.settings import Settings, leave_invisible_core_alone
+from asyncworker.settings import Settings
+from asyncworker.shielding import shielded
 from asyncworker.urls import Proxy
 
 if TYPE_CHECKING:
@@ -36,8 +35,14 @@ logger = logging.getLogger("asyncworker.engine")
 #: The client has four threads for each browser; one is left for closing.
 MAX_CONTEXTS = 3
 
-#: Where the system has no pidfd, the process is looked at this often.
-POLL_S = 0.1
+#: What a browser that was told to close, or killed, may still take for its client to be done with it.
+EXIT_TIMEOUT_S = 5.0
+
+#: Of what the client says of a failed launch; the engine's exit code and last words are among them.
+MOST_LINES = 5
+
+#: What a launch that nobody waits for has started is looked for this often, until the launch itself has ended.
+ABANDONED_LAUNCH_POLL_S = 0.25
 
 
 class InvisibleBrowser:
@@ -49,69 +54,42 @@ class InvisibleBrowser:
         self._client = client
         self._token = token
         self._new_context = browser.new_context  # before the host wraps it for code that opens its own
-        self._closing = False
-        self._callback: Callable[[str], None] | None = None
-        self._stop_watching: Callable[[], None] = lambda: None
-        self._watch()
+        self._lifeline = Lifeline(pid)
+
+    @property
+    def abandoned(self) -> int:
+        """A cancelled call holds its thread until its own time limit; closing its page or context frees none."""
+        return invisible_client.abandoned(self._client)
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
-        self._callback = callback
-        if self.pid is None or not psutil.pid_exists(self.pid):
-            self._lost()
+        self._lifeline.on_end(lambda: callback("the browser's process ended"))
 
-    async def new_context(self, identity: Identity) -> BrowserContext:
-        return await self._new_context()  # the client adds the identity's own viewport, locale and time zone
+    async def new_context(self, identity: Identity, options: Mapping[str, Any]) -> BrowserContext:
+        capabilities.check_options(InvisibleEngine.name, InvisibleEngine.capabilities, options)
+        # The client adds the identity's own viewport, locale and time zone to whatever is given.
+        given = {name: value for name, value in options.items() if name != "storage_state"}
+        context = await self._new_context(**given)
+        try:
+            if (state := options.get("storage_state")) is not None:
+                await storage_state.restore(context, state)
+        except BaseException:
+            await shielded(_bounded(context.close()))
+            raise
+        storage_state.complete(context)
+        return context
 
     async def close(self, timeout_ms: int) -> None:
-        self._closing = True
-        self._stop_watching()
+        self._lifeline.cut()
         closing = asyncio.ensure_future(self.browser.close())
         await asyncio.wait({closing}, timeout=timeout_ms / 1000)
         if not closing.done():
             logger.warning("the browser did not close in %d ms; killing it", timeout_ms)
         await self.kill()
-        await _quietly(self._client.__aexit__(None, None, None))
-        await asyncio.wait({closing}, timeout=1)
-        if closing.done() and not closing.cancelled() and (error := closing.exception()) is not None:
-            logger.debug("the browser's close said: %s", error)
-        closing.cancel()
+        await _exit(self._client)
+        await _bounded(closing)
 
     async def kill(self) -> None:
         await asyncio.to_thread(processes.kill_launch, self._token)
-
-    def _watch(self) -> None:
-        if self.pid is None:
-            return
-        loop = asyncio.get_running_loop()
-        try:
-            descriptor = os.pidfd_open(self.pid)
-        except (AttributeError, OSError):
-            self._poll(loop)
-            return
-        loop.add_reader(descriptor, self._lost)
-
-        def stop() -> None:
-            self._stop_watching = lambda: None
-            loop.remove_reader(descriptor)
-            os.close(descriptor)
-
-        self._stop_watching = stop
-
-    def _poll(self, loop: asyncio.AbstractEventLoop) -> None:
-        def look() -> None:
-            if self.pid is not None and processes.lives(self.pid):
-                handle[0] = loop.call_later(POLL_S, look)
-            else:
-                self._lost()
-
-        handle = [loop.call_later(POLL_S, look)]
-        self._stop_watching = lambda: handle[0].cancel()
-
-    def _lost(self) -> None:
-        self._stop_watching()
-        if not self._closing and self._callback is not None:
-            callback, self._callback = self._callback, None
-            callback("the browser's process ended")
 
 
 class InvisibleEngine:
@@ -119,87 +97,114 @@ class InvisibleEngine:
 
     name = "invisible"
     max_contexts: int | None = MAX_CONTEXTS
+    capabilities = capabilities.INVISIBLE
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._abandoned: set[asyncio.Task[None]] = set()
 
     def launch_key(self, identity: Identity) -> Hashable:
         pins = json.dumps(dict(identity.pins), sort_keys=True)
         return identity.seed, identity.proxy, identity.locale, identity.timezone, pins
 
+    async def identify(self, identity: Identity) -> Identity:
+        # In a thread: the first one imports invisible_core.
+        drawn = await asyncio.to_thread(
+            profile.drawn, identity.seed, identity.pins, locale=identity.locale, timezone=identity.timezone
+        )
+        return replace(identity, digest=drawn.digest, drawn_by=drawn.drawn_by)
+
     async def check(self) -> str:
-        found = await asyncio.to_thread(find, self._settings)
+        return (await asyncio.to_thread(self._found)).describe()
+
+    async def launch(self, identity: Identity) -> InvisibleBrowser:
+        limit_ms = self._settings.launch_timeout_ms
+        token = processes.new_token()
+        launching = asyncio.ensure_future(self._launch(identity, token))
+        try:
+            await asyncio.wait({launching}, timeout=limit_ms / 1000)
+        finally:
+            # The client's launch is never cancelled: it would block the loop for 10 s while it cleans up.
+            if not launching.done():
+                self._leave(launching, token)
+        if not launching.done():
+            raise LaunchFailed(
+                f"invisible did not start in {limit_ms} ms (ASYNCWORKER_LAUNCH_TIMEOUT_MS); run `asyncworker doctor`",
+                engine=self.name,
+            )
+        return launching.result()
+
+    def classify(self, error: BaseException) -> Fault | None:
+        return classify_by_name(error)
+
+    async def close(self) -> None:
+        if self._abandoned:
+            await asyncio.wait(self._abandoned, timeout=EXIT_TIMEOUT_S)
+
+    def _found(self) -> Found:
+        found = find(self._settings)
         if found is None:
             raise EngineMissing(
                 "the patched Firefox of invisible_playwright is not on this machine; fetch it with "
                 "`asyncworker doctor --install`",
                 engine=self.name,
             )
-        return found.describe()
-
-    async def launch(self, identity: Identity) -> InvisibleBrowser:
-        await self.check()
-        token = processes.new_token()
-        client = await asyncio.to_thread(_client, self._settings, identity, token)
-        # Its own task: the client's launch must not be cancelled, it would block the loop while it cleans up.
-        entering = asyncio.ensure_future(client.__aenter__())
-        limit_ms = self._settings.launch_timeout_ms
-        try:
-            await asyncio.wait({entering}, timeout=limit_ms / 1000)
-        except asyncio.CancelledError:
-            entering.add_done_callback(lambda done: done.cancelled() or done.exception())
-            await asyncio.to_thread(processes.kill_launch, token)
-            raise
-        if not entering.done():
-            await asyncio.to_thread(processes.kill_launch, token)
-            await asyncio.wait({entering}, timeout=limit_ms / 1000)
-            raise LaunchFailed(
-                f"invisible did not start in {limit_ms} ms (ASYNCWORKER_LAUNCH_TIMEOUT_MS); run `asyncworker doctor`",
+        if needs_xvfb(self._settings) and which("Xvfb") is None:
+            raise EngineMissing(
+                "the patched Firefox draws on a virtual screen, and there is no Xvfb on this machine; install it "
+                "with `apt-get install xvfb`, or set INVPW_TRUE_HEADLESS=1 to do without, which sites can tell",
                 engine=self.name,
             )
+        return found
+
+    async def _launch(self, identity: Identity, token: processes.Token) -> InvisibleBrowser:
+        client: Any = None
         try:
-            browser = entering.result()
-        except Exception as error:
+            found = await asyncio.to_thread(self._found)
+            client = await asyncio.to_thread(invisible_client.create, self._settings, identity, token, found.executable)
+            await asyncio.to_thread(client.prepare)
+            browser = await client.__aenter__()
+            invisible_client.count_abandoned(client)
+            pid = await asyncio.to_thread(_engine_pid, token)
+        except Exception as error:  # noqa: BLE001 -- whatever the client raises is why it did not start
             await asyncio.to_thread(processes.kill_launch, token)
-            raise LaunchFailed(f"invisible did not start: {_reason(error)}", engine=self.name) from error
-        pid = await asyncio.to_thread(_engine_pid, token)
+            if client is not None:
+                await _exit(client)
+            raise _launch_failed(error, identity.proxy) from _tellable(error, identity.proxy)
         return InvisibleBrowser(client, browser, token, pid)
 
-    def classify(self, error: BaseException) -> Fault | None:
-        return classify_by_name(error)
-
-    async def close(self) -> None:
-        """Nothing is shared between its browsers."""
-
-
-def _client(settings: Settings, identity: Identity, token: processes.Token) -> Any:
-    """The client of one launch; drawing its identity takes some ms, its import half a second."""
-    leave_invisible_core_alone()
-    from invisible_playwright.async_api import InvisiblePlaywright
-
-    class Client(InvisiblePlaywright):  # type: ignore[misc]  # its type is not known here
-        """The client, whose browser carries our token beside its own."""
-
-        def _build_env(self, prefs: Any) -> dict[str, str]:
-            environment: dict[str, str] = super()._build_env(prefs)
-            return environment | {processes.VARIABLE: str(token)}
-
-    proxy = Proxy.parse(identity.proxy).as_option() if identity.proxy else None
-    return Client(
-        seed=identity.seed,
-        pin=dict(identity.pins) or None,
-        headless=settings.headless,
-        proxy=proxy,
-        extra_args=list(settings.launch_args),
-        humanize=settings.humanize,
-        locale=identity.locale or "auto",
-        timezone=identity.timezone or "",
-        binary_path=_text(settings.executable_path),
-    )
+    def _leave(self, launching: asyncio.Future[InvisibleBrowser], token: processes.Token) -> None:
+        task = asyncio.ensure_future(_end_launch(launching, token))
+        self._abandoned.add(task)
+        task.add_done_callback(self._abandoned.discard)
 
 
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
+async def _end_launch(launching: asyncio.Future[InvisibleBrowser], token: processes.Token) -> None:
+    """End a launch that nobody waits for; killed first, the client is done in 0.02 s instead of blocking for 10."""
+    while not launching.done():
+        await asyncio.to_thread(processes.kill_launch, token)
+        await asyncio.wait({launching}, timeout=ABANDONED_LAUNCH_POLL_S)
+    if not launching.cancelled() and launching.exception() is None:
+        await launching.result().close(0)
+
+
+async def _exit(client: Any) -> None:
+    """Let the client of a browser whose processes are gone clean up; it may say anything about that."""
+    display, client._virtual_display = client._virtual_display, None
+    if display is not None:
+        await asyncio.to_thread(display.stop)  # waits for the screen to end
+    invisible_client.make_exit_quick(client)
+    await _bounded(client.__aexit__(None, None, None))
+
+
+async def _bounded(work: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
+    """Await what belongs to a browser that is gone: it may raise, or never end."""
+    doing = asyncio.ensure_future(work)
+    await asyncio.wait({doing}, timeout=EXIT_TIMEOUT_S)
+    if not doing.done():
+        doing.cancel()
+    elif not doing.cancelled() and (error := doing.exception()) is not None:
+        logger.debug("the end of a browser said: %s", error)
 
 
 def _engine_pid(token: processes.Token) -> int | None:
@@ -208,17 +213,30 @@ def _engine_pid(token: processes.Token) -> int | None:
     return next((process.pid for process in processes.carriers(lambda t: t == token) if process.ppid() == me), None)
 
 
-def _reason(error: BaseException) -> str:
+def _launch_failed(error: Exception, proxy: str | None) -> LaunchFailed:
+    """What the client said, without the proxy's password, and what helps."""
+    if isinstance(error, LaunchFailed):
+        return error
     remedies = {
-        "GeoTimezoneError": "set ASYNCWORKER_TIMEZONE and ASYNCWORKER_LOCALE",
+        "GeoTimezoneError": "set ASYNCWORKER_TIMEZONE (and ASYNCWORKER_LOCALE), or make the exit reachable",
         "EngineMismatch": "run `asyncworker doctor --install`",
         "SealError": "run `asyncworker doctor --install`",
     }
     remedy = remedies.get(type(error).__name__, "run `asyncworker doctor`")
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}; {remedy}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()][:MOST_LINES]
+    said = _scrubbed(f"{type(error).__name__}: {' '.join(lines).rstrip('.')}", proxy)
+    return LaunchFailed(f"invisible did not start: {said}; {remedy}", engine=InvisibleEngine.name)
 
 
-async def _quietly(work: Any) -> None:
-    """The exit of a browser whose process is gone may say anything."""
-    with contextlib.suppress(Exception):
-        await work
+def _tellable(error: Exception, proxy: str | None) -> BaseException | None:
+    """The error as a cause that a log may print; None when its text, or that of what it came of, tells a secret."""
+    each: BaseException | None = error
+    while each is not None:
+        if isinstance(each, LaunchFailed) or _scrubbed(str(each), proxy) != str(each):
+            return None
+        each = each.__cause__ or each.__context__
+    return error
+
+
+def _scrubbed(text: str, proxy: str | None) -> str:
+    return Proxy.parse(proxy).scrubbed(text) if proxy else text

@@ -6,11 +6,11 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from asyncworker import processes
-from asyncworker.engines import Fault, classify_by_name, context_options
+from asyncworker.engines import Fault, capabilities, classify_by_name, context_options
 from asyncworker.engines.driver import Driver
 from asyncworker.engines.finding import find
 from asyncworker.errors import EngineMissing, LaunchFailed
@@ -44,6 +44,8 @@ QUIET_FIREFOX = {
 class PlaywrightBrowser:
     """A browser that Playwright launched or connected to; it says itself when it is gone."""
 
+    abandoned = 0  # a cancelled call holds up no other
+
     def __init__(self, browser: Browser, driver: Driver, token: processes.Token | None) -> None:
         self.browser = browser
         self.pid: int | None = None
@@ -59,8 +61,8 @@ class PlaywrightBrowser:
         if not self.browser.is_connected():
             self._lost("the browser's process ended")
 
-    async def new_context(self, identity: Identity) -> BrowserContext:
-        return await self._new_context(**context_options(identity))
+    async def new_context(self, identity: Identity, options: Mapping[str, Any]) -> BrowserContext:
+        return await self._new_context(**(context_options(identity) | dict(options)))
 
     async def close(self, timeout_ms: int) -> None:
         self._closing = True
@@ -93,12 +95,17 @@ class PlaywrightEngine:
 
     def __init__(self, settings: Settings) -> None:
         self.name = str(settings.engine)
+        is_chromium = settings.engine is EngineName.chromium
+        self.capabilities = capabilities.CHROMIUM if is_chromium else capabilities.STOCK
         self._settings = settings
         self._driver: Driver | None = None
         self._starting = asyncio.Lock()
 
     def launch_key(self, identity: Identity) -> Hashable:
         return identity.proxy  # locale and time zone are options of a context
+
+    async def identify(self, identity: Identity) -> Identity:
+        return identity  # a stock browser shows every seed the same visitor
 
     async def check(self) -> str:
         found = await asyncio.to_thread(find, self._settings)

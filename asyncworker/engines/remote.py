@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Hashable
 from urllib.parse import urlsplit
 
+from asyncworker.engines import capabilities
 from asyncworker.engines.playwright import PlaywrightBrowser, PlaywrightEngine
 from asyncworker.errors import ConfigurationError, LaunchFailed
 from asyncworker.identity import Identity
@@ -21,6 +22,7 @@ class RemoteEngine(PlaywrightEngine):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
+        self.capabilities = capabilities.CHROMIUM  # whatever listens there judges for itself
         if settings.endpoint is None:
             raise ConfigurationError("the engine remote needs ASYNCWORKER_ENDPOINT", name="ASYNCWORKER_ENDPOINT")
         self._endpoint: SecretUrl = settings.endpoint

@@ -187,8 +187,8 @@ def test_a_remote_browser_is_at_its_endpoint() -> None:
 
 
 def test_the_patched_firefox_is_found_in_its_own_store(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree_of_the_patched_firefox(machine.folder / "invisible")
-    assert found(engine="invisible") == Found("invisible", None, "invisible_playwright")
+    executable = tree_of_the_patched_firefox(machine.folder / "invisible")
+    assert found(engine="invisible") == Found("invisible", executable, "invisible_playwright")
 
 
 def test_a_damaged_patched_firefox_is_reported_with_the_command_that_mends_it(machine: Machine) -> None:

@@ -160,3 +160,10 @@ def test_an_identity_does_not_show_the_password_of_its_proxy() -> None:
 def test_an_identity_is_what_it_is() -> None:
     with pytest.raises(AttributeError):
         Identity(7).seed = 8  # type: ignore[misc]
+
+
+def test_a_digest_follows_from_the_rest_so_identities_are_equal_with_and_without() -> None:
+    bare, drawn = Identity(7), Identity(7, digest="8472c6ff5bfe", drawn_by="invisible_core 53.48.0")
+    assert (bare.digest, bare.drawn_by) == (None, None)
+    assert bare == drawn
+    assert hash(bare) == hash(drawn)

@@ -19,16 +19,17 @@ PACKAGE = Path(asyncworker.__file__).parent
 #: Each line may import from itself and from the lines above it.
 LAYERS = """
 errors
-identity urls settings
-ledger guard
+identity urls settings shielding
+ledger guard visitor
 private_hosts
 processes
+engines.capabilities engines.profile engines.lifeline engines.storage_state engines.invisible_client
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
-generation browser watch loop runtime
-embedded patience middleware retries consumer broker actor
+generation launching contexts browser watch loop runtime
+embedded patience accounting middleware retries consumer broker actor
 asyncworker
 deployment actors
-commands installing doctor sending demo demo.site demo.run cli __main__
+commands installing doctor sending identities demo demo.site demo.run cli __main__
 fakes testing pytest_plugin
 """
 

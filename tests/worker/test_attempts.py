@@ -12,7 +12,8 @@ import pytest
 from dramatiq.middleware import TimeLimitExceeded
 
 from asyncworker import Session, actor, open_session
-from asyncworker.errors import BrowserCrashed, LaunchFailed, RefusedMessage
+from asyncworker.engines.capabilities import Capability
+from asyncworker.errors import BrowserCrashed, ExitDrifted, LaunchFailed, RefusedMessage, Unsupported
 from asyncworker.ledger import Outcome
 from asyncworker.settings import load
 from asyncworker.testing import Document, FakeEngine, StubWorker, stub_worker
@@ -66,6 +67,39 @@ def test_crashes_use_up_no_retry_but_not_for_ever(worker: StubWorker) -> None:
     with pytest.raises(BrowserCrashed):
         worker.run(message, timeout_ms=60_000)
     assert outcomes(worker, message) == ["crashed"] * 7  # 5 for free, then the attempt, and its retry
+
+
+def test_an_exit_that_changes_uses_up_no_retry_and_is_deferred(worker: StubWorker) -> None:
+    async def body(session: Session) -> int:
+        if session.attempt.number == 1:
+            raise ExitDrifted("the exit changed")
+        return session.attempt.number
+
+    message = quick(body, max_retries=1).message()
+    assert worker.run(message) == 2
+    assert outcomes(worker, message) == ["deferred", "succeeded"]
+    assert message.options.get("retries") is None
+
+
+def test_what_the_engine_cannot_do_refuses_the_message_without_a_retry(fake_engine: FakeEngine) -> None:
+    fake_engine.capabilities = fake_engine.capabilities - {Capability.har}
+
+    async def body(session: Session) -> None:
+        raise AssertionError("it ran")
+
+    with stub_worker(engine=fake_engine) as worker:
+        message = quick(body, context_options={"record_har_path": "x.har"}).message()
+        with pytest.raises(Unsupported, match="ASYNCWORKER_ENGINE"):
+            worker.run(message)
+        assert outcomes(worker, message) == ["rejected"]
+
+
+def test_an_actors_context_options_are_those_of_its_session(worker: StubWorker) -> None:
+    async def body(session: Session) -> Any:
+        return session.context.options["viewport"]  # type: ignore[attr-defined]  # the fake one has them
+
+    viewport = {"width": 400, "height": 300}
+    assert worker.run(quick(body, context_options={"viewport": viewport}).message()) == viewport
 
 
 def test_an_actor_that_wants_no_retry_gets_none_after_a_crash_either(worker: StubWorker) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from asyncworker.browser import BrowserHost
-from asyncworker.errors import BrowserCrashed, ForkedBrowser, LaunchFailed, PhaseTimeout
-from asyncworker.generation import shielded
+from asyncworker.engines.capabilities import Capability
+from asyncworker.errors import BrowserCrashed, ForkedBrowser, LaunchFailed, PhaseTimeout, Unsupported
 from asyncworker.identity import Identity
 from asyncworker.settings import load
+from asyncworker.shielding import shielded
 from asyncworker.testing import FakeBrowserError, FakeClock, FakeEngine
 from tests.waiting import eventually
 
@@ -233,6 +234,156 @@ async def test_a_message_of_another_identity_waits_while_all_browsers_are_busy_a
         await asyncio.sleep(0)  # it has asked, and waits
         assert not waiting.done()
     assert await waiting == 2
+    await host.close()
+
+
+async def test_the_deployments_own_browser_makes_room_for_no_guest() -> None:
+    engine, clock = FakeEngine(one_identity_each=True), FakeClock()
+    host = host_of(engine, clock=clock, max_browsers=2)
+    host.home = engine.launch_key(SEED)
+    for seed in (1, 2, 3, 4, 1, 5, 1):
+        clock.advance(1)
+        await use(host, Identity(seed=seed))
+    assert [browser.identity.seed for browser in engine.browsers] == [1, 2, 3, 4, 5]
+    assert engine.browsers[0].alive
+    await host.close()
+
+
+async def test_where_one_browser_is_all_that_may_be_up_the_deployments_own_makes_room() -> None:
+    engine = FakeEngine(one_identity_each=True)
+    host = host_of(engine, max_browsers=1)
+    host.home = engine.launch_key(SEED)
+    for seed in (1, 2, 1):
+        await use(host, Identity(seed=seed))
+    assert [browser.identity.seed for browser in engine.browsers] == [1, 2, 1]
+    await host.close()
+
+
+async def test_a_browser_that_is_retired_but_still_used_counts_as_one_that_is_up() -> None:
+    engine = FakeEngine(one_identity_each=True)
+    host = host_of(engine, max_browsers=1)
+    async with host.context(SEED) as lease:
+        host._retire(lease.generation)
+        waiting = asyncio.create_task(use(host))
+        await asyncio.sleep(0)
+        assert engine.begun["launch"] == 1
+    assert await waiting == 2
+    assert [browser.alive for browser in engine.browsers] == [False, True]
+    await host.close()
+
+
+async def test_identities_get_their_browsers_in_the_order_in_which_they_asked() -> None:
+    engine = FakeEngine(one_identity_each=True)
+    host = host_of(engine, max_browsers=1)
+    served: list[int] = []
+
+    async def message(seed: int) -> None:
+        async with host.context(Identity(seed=seed)):
+            served.append(seed)
+
+    async with host.context(SEED):
+        messages = []
+        for seed in (5, 3, 9, 2):
+            messages.append(asyncio.create_task(message(seed)))
+            await asyncio.sleep(0)
+    await asyncio.gather(*messages)
+    assert served == [5, 3, 9, 2]
+    await host.close()
+
+
+async def test_a_guest_is_not_starved_by_one_whose_messages_never_end() -> None:
+    engine = FakeEngine(one_identity_each=True)
+    host = BrowserHost(engine, load({}, max_browsers=1, browser_wait_ms=2_000))
+    ended = asyncio.Event()
+
+    async def endless() -> None:
+        while not ended.is_set():
+            await use(host, SEED, 0.01)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(3):  # there is always one of them that runs
+            group.create_task(endless())
+        await eventually(lambda: engine.browsers, "the busy browser is up")
+        async with asyncio.timeout(10):
+            assert await use(host, Identity(seed=2)) == 2
+        ended.set()
+    await host.close()
+
+
+async def test_a_browser_in_which_cancelled_calls_pile_up_ends_with_its_last_context() -> None:
+    engine = FakeEngine()
+    host = host_of(engine)
+    async with host.context(SEED):
+        await use(host)
+        engine.browsers[0].abandoned = 2
+        await use(host)
+        assert engine.browsers[0].alive
+    assert await use(host) == 2
+    await eventually(lambda: not engine.browsers[0].alive, "the first one is closed")
+    assert host.counts["browsers_recycled"] == 1
+    await host.close()
+
+
+async def test_a_call_that_still_holds_its_browser_takes_the_place_of_a_context() -> None:
+    engine = FakeEngine(max_contexts=3)
+    host = host_of(engine)
+    async with host.context(SEED), host.context(SEED):
+        engine.browsers[0].abandoned = 1
+        third = asyncio.create_task(use(host))
+        await asyncio.sleep(0)
+        assert engine.begun["new_context"] == 2
+        engine.browsers[0].abandoned = 0
+        host._announce()
+        assert await third == 1
+    await host.close()
+
+
+async def test_a_wedged_browser_is_not_waited_for_a_second_time() -> None:
+    engine = FakeEngine()
+    host = BrowserHost(engine, load({}, context_timeout_ms=50, close_timeout_ms=60_000))
+    async with host.context(SEED):
+        engine.delays["new_context"] = math.inf
+        engine.delays["close_context"] = math.inf
+        with pytest.raises(PhaseTimeout):
+            await use(host)
+    engine.delays.clear()
+    assert await use(host) == 2
+    await host.close()
+
+
+async def test_options_reach_the_context_and_win_over_the_identitys() -> None:
+    engine = FakeEngine()
+    host = host_of(engine)
+    identity = Identity(seed=1, locale="de-DE", timezone="Europe/Berlin")
+    async with host.context(identity, {"locale": "fr-FR", "viewport": {"width": 1, "height": 2}}) as lease:
+        await lease.browser.new_context(color_scheme="dark")
+    lent, opened = engine.contexts
+    assert lent.options == {"locale": "fr-FR", "timezone_id": "Europe/Berlin", "viewport": {"width": 1, "height": 2}}
+    assert opened.options == {"locale": "de-DE", "timezone_id": "Europe/Berlin", "color_scheme": "dark"}
+    await host.close()
+
+
+async def test_an_option_that_the_engine_cannot_honour_is_refused_also_in_a_context_that_code_opens() -> None:
+    engine = FakeEngine()
+    engine.capabilities = engine.capabilities - {Capability.video}
+    host = host_of(engine)
+    with pytest.raises(Unsupported, match="the engine fake has no video"):
+        async with host.context(SEED, {"record_video_dir": "videos"}):
+            pass
+    async with host.context(SEED) as lease:
+        with pytest.raises(Unsupported):
+            await lease.browser.new_page(record_video_dir="videos")
+    await host.close()
+
+
+async def test_a_context_that_was_opened_with_its_page_is_closed_with_it() -> None:
+    engine = FakeEngine()
+    host = host_of(engine)
+    async with host.context(SEED) as lease:
+        page = await lease.browser.new_page()
+        await page.close()
+        await eventually(lambda: page.context.closed, "its context is closed")  # type: ignore[attr-defined]
+    assert host.counts["contexts_opened"] == host.counts["contexts_closed"] == 2
     await host.close()
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,20 @@ def test_closing_a_row_of_a_message_that_is_known_no_more_changes_nothing(book: 
     assert book.open(OPENED).attempt == 1
 
 
+@pytest.mark.parametrize("changed", [True, False])
+def test_the_identity_is_kept_from_the_session_on_and_with_the_outcome(book: Ledger, changed: bool) -> None:
+    opened = book.open(OPENED)
+    assert (opened.identity, opened.drawn_by, opened.identity_changed) == (None, None, False)
+    met = replace(opened, identity="8472c6ff5bfe", drawn_by="invisible_core 53.48.0", identity_changed=changed)
+    book.close(met)
+    assert book.rows("m1") == [met]
+    assert met.outcome is Outcome.running
+    book.close(replace(met, outcome=Outcome.succeeded, closed_ms=2_000))
+    (row,) = book.rows("m1")
+    assert (row.identity, row.drawn_by) == ("8472c6ff5bfe", "invisible_core 53.48.0")
+    assert (row.identity_changed, row.outcome, row.took_ms) == (changed, "succeeded", 1_000)
+
+
 def test_what_is_read_is_a_copy(book: Ledger) -> None:
     book.open(OPENED)
     book.rows("m1").clear()
@@ -169,6 +184,21 @@ def test_rows_and_counts_are_found_by_whoever_has_the_store(store: redis.Redis) 
     assert RedisLedger(store).counts() == {"host:7": {"contexts_opened": 1}}
     assert RedisLedger(store, namespace="other").rows("m1") == []
     assert RedisLedger(store, namespace="other").counts() == {}
+
+
+def test_rows_of_older_and_newer_versions_are_read(store: redis.Redis) -> None:
+    older = {
+        name: value
+        for name, value in asdict(OPENED).items()
+        if name not in ("identity", "drawn_by", "identity_changed")
+    }
+    newer = asdict(replace(OPENED, identity="8472c6ff5bfe")) | {"exit": "192.0.2.7"}
+    store.rpush("asyncworker:attempts:m1", json.dumps(older), json.dumps(newer))
+    first, second = RedisLedger(store).rows("m1")
+    assert first == OPENED
+    assert second == replace(OPENED, attempt=2, identity="8472c6ff5bfe")
+    RedisLedger(store).close(replace(first, outcome=Outcome.failed))
+    assert [row.outcome for row in RedisLedger(store).rows("m1")] == ["failed", "running"]
 
 
 def test_nothing_is_kept_for_ever(store: redis.Redis) -> None:

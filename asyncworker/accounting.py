@@ -1,0 +1,187 @@
+"""The account that a worker process gives of its attempts: a row of the ledger for each, and a line in its log.
+
+A row is opened before the attempt, gains its identity at the attempt's first session, and is closed with the
+outcome. There a message is also compared with who it was when it first ran, and told who that was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import redis
+from dramatiq import Broker, Message, MessageProxy
+from dramatiq.brokers.redis import RedisBroker
+from dramatiq.middleware import Shutdown, TimeLimitExceeded
+
+from asyncworker.errors import BrowserCrashed, ExitDrifted, PageCrashed, RefusedMessage
+from asyncworker.identity import Identity
+from asyncworker.ledger import Ledger, Outcome, Row
+from asyncworker.patience import patiently
+from asyncworker.runtime import Attempt
+from asyncworker.visitor import Visitor, change
+
+logger = logging.getLogger("asyncworker.worker")
+
+#: A session waits this long for its identity to be in the ledger: then it is there also if the worker is killed.
+WRITE_TIMEOUT_S = 2.0
+
+
+@dataclass
+class _Running:
+    """What a worker thread is at."""
+
+    message: MessageProxy
+    row: Row
+    #: False when the ledger's store did not take the row.
+    recorded: bool = False
+    #: Who the message was when it first ran; None: this is the first time, or no one knows.
+    before: Visitor | None = None
+    generation: int | None = None
+    has_met: bool = False
+    closed: bool = False
+    #: Held while the row is written: a closed one must not be overwritten by what was known before.
+    writing: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.row.message_id, self.row.attempt
+
+    def concerns(self, identity: Identity) -> bool:
+        """True for the message's own identity: code may open sessions of other seeds beside it."""
+        if self.row.seed is not None:
+            return identity.seed == self.row.seed
+        return self.before is None or identity.seed == self.before.seed
+
+    def meet(self, identity: Identity, changed: str | None) -> None:
+        """Have the row know who the attempt is, and the message who it was at first."""
+        visitor = Visitor.of(identity)
+        if visitor is not None and (self.before is None or self.before.seed != visitor.seed):
+            visitor.write(self.message.options)
+        self.row = replace(
+            self.row, identity=identity.digest, drawn_by=identity.drawn_by, identity_changed=changed is not None
+        )
+
+
+class Accounting:
+    """The open attempts of this process."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._thread = threading.local()
+        self._open: dict[tuple[str | None, int], _Running] = {}
+
+    def begin(self, message: MessageProxy, row: Row) -> Row:
+        """Open the row of the attempt that this thread begins; the returned one has its number."""
+        running = self._thread.running = _Running(message, row, before=Visitor.in_options(message.options))
+        try:
+            running.row, running.recorded = self._ledger.open(row), True
+            if running.before is None and running.row.attempt > 1:
+                # A worker that was killed has told the ledger, and could not tell the message.
+                running.before = Visitor.in_rows(self._ledger.rows(row.message_id), row.seed)
+                if running.before is not None:
+                    running.before.write(message.options)
+        except redis.RedisError as error:
+            logger.warning("attempt of message %s is not in the ledger: %s", row.message_id, error)
+        self._open[running.key] = running
+        return running.row
+
+    async def session_began(self, attempt: Attempt, generation: int, identity: Identity) -> None:
+        """Note the browser and the identity of an attempt's session; warns when its seed is another visitor now."""
+        running = self._open.get((attempt.message_id, attempt.number))
+        if running is None:  # a session outside any message
+            return
+        running.generation = generation
+        if running.has_met or not running.concerns(identity):
+            return
+        running.has_met = True
+        changed = change(running.before, identity)
+        if changed is not None:
+            logger.warning("message %s (%s): %s", running.row.message_id, running.row.actor, changed)
+        elif identity.digest is None:
+            return
+        running.meet(identity, changed)
+        writing = asyncio.ensure_future(asyncio.to_thread(self._write, running))
+        await asyncio.wait({writing}, timeout=WRITE_TIMEOUT_S)  # a store that hangs is waited for by `close`
+
+    def close(self, outcome: Outcome, exception: BaseException | None, *, at_ms: int) -> bool:
+        """Close the row of this thread's attempt; False when it has begun none."""
+        running: _Running | None = getattr(self._thread, "running", None)
+        self._thread.running = None
+        if running is None:  # skipped before its attempt began
+            return False
+        self._open.pop(running.key, None)
+        error = f"{type(exception).__name__}: {exception}"[:500] if exception is not None else None
+        with running.writing:
+            running.closed = True
+            row = replace(running.row, closed_ms=at_ms, outcome=outcome, generation=running.generation, error=error)
+        logger.info(
+            "message_id=%s actor=%s attempt=%d seed=%s%s browser=%s outcome=%s ms=%s",
+            row.message_id,
+            row.actor,
+            row.attempt,
+            row.seed,
+            f" identity={row.identity}" if row.identity else "",
+            row.generation,
+            outcome,
+            row.took_ms,
+        )
+        if running.recorded:
+            patiently(lambda: self._ledger.close(row), "close the row of an attempt")
+        return True
+
+    def _write(self, running: _Running) -> None:
+        with running.writing:
+            if running.closed or not running.recorded:
+                return
+            try:
+                self._ledger.close(running.row)
+            except redis.RedisError as error:
+                logger.warning("the identity of message %s is not in the ledger: %s", running.row.message_id, error)
+
+
+def outcome_of(exception: BaseException | None) -> Outcome:
+    """How an attempt ended that raised this."""
+    match exception:
+        case None:
+            return Outcome.succeeded
+        case TimeLimitExceeded():
+            return Outcome.timed_out
+        case Shutdown():
+            return Outcome.interrupted
+        case BrowserCrashed() | PageCrashed():
+            return Outcome.crashed
+        case ExitDrifted():
+            return Outcome.deferred
+        case RefusedMessage():
+            return Outcome.rejected
+    return Outcome.failed
+
+
+def keep_in_dead_letter(broker: Broker, message: MessageProxy) -> None:
+    """Have the stored body, which becomes the dead letter, carry who the message was at its first session."""
+    visitor = Visitor.in_options(message.options)
+    if visitor is None or not isinstance(broker, RedisBroker):
+        return
+    client: Any = broker.client
+    key, identifier = f"{broker.namespace}:{message.queue_name}.msgs", message.options["redis_message_id"]
+
+    def keep() -> None:
+        body = client.hget(key, identifier)
+        if body is None:  # another worker has dealt with it
+            return
+        stored: Message[object] = Message.decode(body)
+        if Visitor.in_options(stored.options) != visitor:
+            visitor.write(stored.options)
+            client.hset(key, identifier, stored.encode())
+
+    patiently(keep, "write a message's identity into its dead letter")
+
+
+def now_ms() -> int:
+    """UNIX milliseconds, as rows have them."""
+    return int(time.time() * 1000)

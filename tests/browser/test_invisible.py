@@ -1,0 +1,522 @@
+"""What only invisible_playwright does to a long-lived worker: its real client, on the stand-in engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncworker import processes
+from asyncworker.engines import Fault, invisible_client
+from asyncworker.engines.invisible import InvisibleEngine
+from asyncworker.errors import EngineMissing, ExitDrifted, InvalidArguments, LaunchFailed, Unsupported
+from asyncworker.identity import Identity
+from asyncworker.runtime import Attempt, Runtime, Session
+from asyncworker.settings import Settings, load
+from tests.site import BehaviourSite
+from tests.standin import Standin
+from tests.standin.fixtures import standin  # noqa: F401 -- a fixture
+from tests.waiting import eventually
+
+PASSWORD = "s3cret/of the proxy"
+PROXY = "http://someone:s3cret%2Fof%20the%20proxy@127.0.0.1:9"
+
+
+@pytest.fixture
+def site() -> Iterator[BehaviourSite]:
+    with BehaviourSite() as site:
+        yield site
+
+
+def settings_of(**settings: Any) -> Settings:
+    placed = {"locale": "de-DE", "timezone": "Europe/Berlin"}
+    return load(
+        {}, engine="invisible", **({"launch_timeout_ms": 20_000, "close_timeout_ms": 3_000} | placed | settings)
+    )
+
+
+@contextlib.asynccontextmanager
+async def runtime_of(**settings: Any) -> AsyncIterator[Runtime]:
+    runtime = Runtime(settings_of(**settings))
+    try:
+        yield runtime
+    finally:
+        await runtime.close()
+        assert runtime.host.counts["contexts_opened"] == runtime.host.counts["contexts_closed"]
+
+
+@pytest.fixture
+async def runtime(standin: Standin) -> AsyncIterator[Runtime]:  # noqa: F811 -- the fixture
+    async with runtime_of() as runtime:
+        yield runtime
+
+
+def mine() -> set[processes.Token]:
+    me = processes.new_token()
+    return processes.tokens(lambda token: token.role == "browser" and token.pid == me.pid)
+
+
+def invisible_timeout() -> type[Exception]:
+    from invisible_playwright.async_api import TimeoutError as InvisibleTimeoutError
+
+    found: type[Exception] = InvisibleTimeoutError
+    return found
+
+
+def told(caught: BaseException) -> str:
+    """All that a log with a traceback would print of an error."""
+    seen: BaseException | None = caught
+    texts = []
+    while seen is not None:
+        texts.append(f"{seen!r} {seen}")
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+    return "\n".join(texts)
+
+
+# --- cancelled calls
+
+
+async def leave_hanging(runtime: Runtime, url: str, *, timeout_ms: int = 20_000) -> None:
+    """A message that is cancelled in a call: the call goes on for its own time limit."""
+    with pytest.raises(TimeoutError):
+        async with runtime.session(Attempt(seed=1)) as session, asyncio.timeout(0.3):
+            await session.page.goto(url, timeout=timeout_ms)
+
+
+async def test_calls_that_were_cancelled_and_still_hold_a_thread_are_counted(
+    runtime: Runtime, site: BehaviourSite
+) -> None:
+    async with runtime.session(Attempt(seed=1)) as other:
+        launched = other._lease.generation.launched
+        assert launched.abandoned == 0
+        await leave_hanging(runtime, f"{site.url}/never", timeout_ms=1_500)
+        assert launched.abandoned == 1
+        await eventually(lambda: launched.abandoned == 0, "the call has ended by its own time limit")
+
+
+async def test_a_browser_in_which_cancelled_calls_pile_up_is_replaced(runtime: Runtime, site: BehaviourSite) -> None:
+    generations = []
+    for _ in range(3):
+        async with runtime.session(Attempt(seed=1)) as session:
+            generations.append(session.generation)
+        await leave_hanging(runtime, f"{site.url}/never")
+    assert generations == [1, 1, 2]
+    assert runtime.host.counts["browsers_recycled"] == 1
+    assert runtime.host.counts["browsers_launched"] == 2
+
+
+async def test_a_cancelled_call_takes_the_place_of_a_context_so_that_closing_never_waits(
+    runtime: Runtime, site: BehaviourSite
+) -> None:
+    open_now = most = 0
+
+    async def message() -> None:
+        nonlocal open_now, most
+        async with runtime.session(Attempt(seed=1)) as session:
+            open_now += 1
+            most = max(most, open_now)
+            await session.page.goto(f"{site.url}/slow?ms=100")
+            open_now -= 1
+
+    async with asyncio.TaskGroup() as group:
+        holding = group.create_task(leave_hanging(runtime, f"{site.url}/never"))
+        await eventually(holding.done, "a call was cancelled")
+        for _ in range(6):
+            group.create_task(message())
+    assert most == 2
+
+
+async def test_a_worker_serves_no_more_contexts_at_once_than_leave_a_thread_for_closing(
+    runtime: Runtime, site: BehaviourSite
+) -> None:
+    open_now = most = 0
+
+    async def message() -> None:
+        nonlocal open_now, most
+        async with runtime.session(Attempt(seed=1)) as session:
+            open_now += 1
+            most = max(most, open_now)
+            await session.page.goto(f"{site.url}/slow?ms=50")
+            open_now -= 1
+
+    await asyncio.gather(*(message() for _ in range(9)))
+    assert most == 3
+    assert runtime.host.counts["browsers_launched"] == 1
+
+
+async def test_a_default_time_limit_of_a_page_follows_what_is_left_of_the_message(
+    runtime: Runtime, site: BehaviourSite
+) -> None:
+    deadline = asyncio.get_running_loop().time() + 0.2
+    async with runtime.session(Attempt(seed=1, deadline=deadline)) as session:
+        began = time.monotonic()
+        with pytest.raises(invisible_timeout()):
+            await session.page.goto(f"{site.url}/never")
+        assert 0.9 < time.monotonic() - began < 10  # the default is 30
+
+
+# --- launch and close
+
+
+async def test_a_launch_that_never_gets_ready_fails_at_its_limit_and_leaves_nothing(
+    standin: Standin,  # noqa: F811
+) -> None:
+    standin.faults(never_ready=True)
+    async with runtime_of(launch_timeout_ms=1_500) as runtime:
+        began = time.monotonic()
+        with pytest.raises(LaunchFailed, match="ASYNCWORKER_LAUNCH_TIMEOUT_MS"):
+            async with runtime.session(Attempt(seed=1)):
+                pass
+        assert time.monotonic() - began < 5
+        await runtime.engine.close()
+        assert mine() == set()
+
+
+async def test_an_engine_that_ends_while_it_starts_is_reported_with_its_exit_code(
+    standin: Standin,  # noqa: F811
+) -> None:
+    standin.faults(exit_at_start=3, says_at_start="error while loading shared libraries: libgtk-3.so.0")
+    async with runtime_of() as runtime:
+        with pytest.raises(LaunchFailed, match=r"asyncworker doctor") as caught:
+            async with runtime.session(Attempt(seed=1)):
+                pass
+        # The client meets either the engine's end, with its code and words, or the pipe that it left.
+        assert ("libgtk-3.so.0" in str(caught.value)) or ("Broken pipe" in str(caught.value))
+        assert mine() == set()
+
+
+async def test_a_missing_engine_is_reported_at_once_and_never_fetched(
+    standin: Standin,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import invisible_core.download
+
+    def fetch(*_: object, **__: object) -> None:
+        raise AssertionError("a worker fetches nothing")
+
+    monkeypatch.setattr(invisible_core.download, "ensure_binary", fetch)
+    standin.executable.rename(standin.executable.with_name("away"))
+    async with runtime_of() as runtime:
+        began = time.monotonic()
+        with pytest.raises(EngineMissing, match=r"asyncworker doctor --install"):
+            async with runtime.session(Attempt(seed=1)):
+                pass
+        assert time.monotonic() - began < 2
+    assert standin.launches() == []
+
+
+async def test_an_engine_that_vanishes_after_it_was_found_is_not_fetched_by_the_launch(
+    standin: Standin,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = InvisibleEngine._found
+
+    def found_then_gone(engine: InvisibleEngine) -> Any:
+        answer = found(engine)
+        standin.executable.rename(standin.executable.with_name("away"))
+        return answer
+
+    monkeypatch.setattr(InvisibleEngine, "_found", found_then_gone)
+    async with runtime_of() as runtime:
+        began = time.monotonic()
+        with pytest.raises(LaunchFailed, match=r"EngineMismatch.*asyncworker doctor --install"):
+            async with runtime.session(Attempt(seed=1)):
+                pass
+        assert time.monotonic() - began < 2
+
+
+async def test_closing_does_not_wait_for_pages_that_sleep_in_the_clients_threads(
+    runtime: Runtime,
+) -> None:
+    before_launch = set(threading.enumerate())
+    engine = runtime.engine
+    launched: Any = await engine.launch(runtime.identity(1))
+    context = await launched.new_context(runtime.identity(1), {})
+    pages = [await context.new_page() for _ in range(4)]
+    sleeping = [asyncio.create_task(page.wait_for_timeout(3_000)) for page in pages]
+    threads = set(threading.enumerate()) - before_launch
+    assert len([thread for thread in threads if thread.name.startswith("juggler")]) >= 4
+    await eventually(lambda: invisible_client._connection(launched._client)._transport._queue.empty(), "they sleep")
+    longest, began = 0.0, time.monotonic()
+    closing = asyncio.create_task(launched.close(500))
+    while not closing.done():
+        before = time.monotonic()
+        await asyncio.sleep(0.005)
+        longest = max(longest, time.monotonic() - before)
+    assert time.monotonic() - began < 4
+    assert longest < 1
+    for task in sleeping:
+        task.cancel()
+    await asyncio.wait(sleeping)
+    await eventually(
+        lambda: not any(thread.is_alive() for thread in threads if "juggler" in thread.name), "they end when they wake"
+    )
+
+
+async def test_the_virtual_screen_ends_with_its_browser(
+    standin: Standin,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tests.conftest import missing
+
+    if not Path("/usr/bin/Xvfb").exists():
+        missing("no Xvfb on this machine")
+    monkeypatch.delenv("INVPW_TRUE_HEADLESS")
+    async with runtime_of() as runtime, runtime.session(Attempt(seed=1)):
+        assert screens() == 1
+    assert screens() == 0
+
+
+def screens() -> int:
+    import psutil
+
+    return sum(child.name() == "Xvfb" for child in psutil.Process().children(recursive=True))
+
+
+# --- place and proxies
+
+
+async def test_a_time_zone_that_cannot_be_found_names_the_setting(standin: Standin) -> None:  # noqa: F811
+    async with runtime_of(timezone=None, locale=None) as runtime:
+        with pytest.raises(LaunchFailed, match=r"GeoTimezoneError.*set ASYNCWORKER_TIMEZONE"):
+            async with runtime.session(Attempt(seed=1)):
+                pass
+
+
+async def test_the_password_of_a_proxy_is_in_no_error_log_or_repr(
+    standin: Standin,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with runtime_of(proxy=PROXY, timezone=None, locale=None) as runtime:
+        with pytest.raises(LaunchFailed) as caught:
+            async with runtime.session(Attempt(seed=1)):
+                pass
+        logging.getLogger("test").error("it failed", exc_info=caught.value)
+    shown = f"{told(caught.value)}\n{caplog.text}\n{runtime.settings!r}\n{runtime.identity(1)!r}"
+    for form in (PASSWORD, "s3cret%2Fof%20the%20proxy", "s3cret"):
+        assert form not in shown
+
+
+class Drifting:
+    """An exit that the client finds changed, as its own check would raise it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from invisible_playwright import _session
+        from invisible_playwright.async_api import InvisiblePlaywright
+
+        self.checks = 0
+        self.drift_on: set[int] = set()
+
+        async def check(client: Any) -> None:
+            self.checks += 1
+            if self.checks in self.drift_on:
+                raise _session.ProxyEgressDrifted("the proxy's egress IP changed during the session")
+
+        monkeypatch.setattr(InvisiblePlaywright, "_assert_uscita_invariata", check)
+
+
+async def test_an_exit_that_drifted_before_the_code_began_takes_another_browser(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drifting = Drifting(monkeypatch)
+    async with runtime.session(Attempt(seed=1)) as session:
+        assert session.generation == 1
+    drifting.drift_on = {drifting.checks + 1}
+    async with runtime.session(Attempt(seed=1)) as session:
+        assert session.generation == 2
+
+
+async def test_an_exit_that_drifts_under_the_code_ends_the_attempt_and_retires_the_browser(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drifting = Drifting(monkeypatch)
+    with pytest.raises(ExitDrifted, match="same seed") as caught:
+        async with runtime.session(Attempt(seed=1)) as session:
+            drifting.drift_on = {drifting.checks + 1}
+            await session.context.new_page()
+    assert caught.value.generation == 1
+    async with runtime.session(Attempt(seed=1)) as session:
+        assert session.generation == 2
+
+
+def test_both_errors_of_the_exit_are_known_by_their_names() -> None:
+    from invisible_playwright import _session
+
+    engine = InvisibleEngine(settings_of())
+    for error in (_session.ProxyEgressDrifted("x"), _session.ProxyEgressNonVerificabile("x")):
+        assert engine.classify(error) is Fault.exit_drifted
+
+
+# --- what the engine refuses, or would ignore
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"record_har_path": "x.har"}, "har"),
+        ({"record_video_dir": "videos"}, "video"),
+    ],
+)
+async def test_an_option_that_the_engine_would_ignore_is_refused_before_anything_is_opened(
+    runtime: Runtime, options: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(
+        Unsupported, match=f"the engine invisible has no {named}.*ASYNCWORKER_ENGINE=chromium"
+    ) as caught:
+        async with runtime.session(Attempt(seed=1), context_options=options):
+            pass
+    assert caught.value.capability == named
+    assert runtime.host.counts["contexts_opened"] == 0
+
+
+async def _trace(session: Session) -> None:
+    await session.context.tracing.start()
+
+
+async def _request(session: Session) -> None:
+    await session.context.request.get("http://127.0.0.1:9/")
+
+
+async def _bind(session: Session) -> None:
+    await session.page.expose_function("f", lambda: None)
+
+
+async def _headers(session: Session) -> None:
+    await session.context.set_extra_http_headers({"a": "b"})
+
+
+async def _offline(session: Session) -> None:
+    await session.context.set_offline(True)
+
+
+async def _cdp(session: Session) -> None:
+    await session.context.new_cdp_session(session.page)
+
+
+async def _pdf(session: Session) -> None:
+    await session.page.pdf()
+
+
+async def _clock(session: Session) -> None:
+    await session.page.clock.install()
+
+
+async def _har(session: Session) -> None:
+    await session.context.route_from_har("x.har", update=True)
+
+
+@pytest.mark.parametrize(
+    ("ask", "capability", "instead"),
+    [
+        (_trace, "tracing", "screenshot"),
+        (_request, "request", "fetch"),
+        (_bind, "bindings", "console"),
+        (_headers, "late_headers", "extra_http_headers"),
+        (_offline, "late_offline", "offline"),
+        (_cdp, "cdp", "ASYNCWORKER_ENGINE=chromium"),
+        (_pdf, "pdf", "screenshot"),
+        (_clock, "clock", "add_init_script"),
+        (_har, "har", 'page.on("response")'),
+    ],
+)
+async def test_what_the_engine_refuses_is_said_with_what_to_do_instead(
+    runtime: Runtime, ask: Any, capability: str, instead: str
+) -> None:
+    with pytest.raises(Unsupported) as caught:
+        async with runtime.session(Attempt(seed=1)) as session:
+            await ask(session)
+    assert caught.value.capability == capability, str(caught.value)
+    assert instead in str(caught.value)
+    assert "invisible" in str(caught.value)
+
+
+STATE = {
+    "cookies": [{"name": "visitor", "value": "seen", "domain": "127.0.0.1", "path": "/"}],
+    "origins": [{"origin": "SITE", "localStorage": [{"name": "token", "value": 'a"b'}]}],
+}
+
+
+def state_of(site: BehaviourSite) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads(json.dumps(STATE).replace("SITE", site.url))
+    return state
+
+
+async def test_a_storage_state_is_brought_in_though_the_client_would_ignore_it(
+    runtime: Runtime, site: BehaviourSite, tmp_path: Path
+) -> None:
+    path = tmp_path / "state.json"
+    path.write_text(json.dumps(state_of(site)))
+    for state in (state_of(site), str(path)):
+        async with runtime.session(Attempt(seed=1), context_options={"storage_state": state}) as session:
+            await session.page.goto(f"{site.url}/cookie/get")
+            assert await session.page.title() == "visitor=seen"
+            assert await session.page.evaluate("localStorage.getItem('token')") == 'a"b'
+    async with runtime.session(Attempt(seed=1)) as session:
+        await session.page.goto(f"{site.url}/cookie/get")
+        assert await session.page.title() == ""
+
+
+async def test_a_context_that_code_opens_itself_gets_its_storage_state_too(
+    runtime: Runtime, site: BehaviourSite
+) -> None:
+    async with runtime.session(Attempt(seed=1)) as session:
+        context = await session.browser.new_context(storage_state=state_of(site))
+        page = await context.new_page()
+        await page.goto(f"{site.url}/cookie/get")
+        assert await page.title() == "visitor=seen"
+
+
+@pytest.mark.parametrize("state", ["no/such/file.json", {"cookies": 3}, 7, {"origins": "x"}])
+async def test_a_storage_state_that_is_none_refuses_the_message(runtime: Runtime, state: Any) -> None:
+    with pytest.raises(InvalidArguments, match="storage state"):
+        async with runtime.session(Attempt(seed=1), context_options={"storage_state": state}):
+            pass
+
+
+# --- the client's own inside
+
+
+async def test_the_places_of_the_clients_inside_that_are_touched_are_where_they_were(runtime: Runtime) -> None:
+    launched: Any = await runtime.engine.launch(runtime.identity(1))
+    try:
+        connection = invisible_client._connection(launched._client)
+        assert isinstance(connection._callbacks, dict)
+        assert len(connection._transport._threads) == 4
+        assert callable(connection._transport.request_stop)
+        assert launched.pid in {process.pid for process in processes.carriers(lambda t: t == launched._token)}
+    finally:
+        await launched.close(1_000)
+
+
+async def test_a_launch_draws_the_same_identity_each_time_and_another_for_another_seed(
+    standin: Standin,  # noqa: F811
+) -> None:
+    for seed in (5, 6, 5):
+        async with runtime_of() as runtime, runtime.session(Attempt(seed=seed)):
+            pass
+    first, second, third = [launch["prefs"] for launch in standin.launches()]
+    assert first == third
+    assert first != second
+
+
+async def test_pins_are_part_of_what_may_share_a_browser() -> None:
+    engine = InvisibleEngine(settings_of())
+    plain = Identity(seed=1)
+    assert engine.launch_key(plain) == engine.launch_key(Identity(seed=1))
+    for other in (
+        Identity(seed=2),
+        Identity(seed=1, pins={"screen.width": 2560}),
+        Identity(seed=1, proxy=PROXY),
+        Identity(seed=1, timezone="Asia/Tokyo"),
+        Identity(seed=1, locale="ja-JP"),
+    ):
+        assert engine.launch_key(other) != engine.launch_key(plain)
