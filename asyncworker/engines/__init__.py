@@ -164,6 +164,8 @@ _UNSUPPORTED = (
     "() is not wired yet",
     "has no engine command in this Juggler",
     "localStorage is not implemented",
+    "clear_cookies() with a filter is not supported",
+    "so this is a gap, not a decision",
 )
 _LIBRARIES = ("playwright", "invisible_playwright")
 _PAGE_CRASHED = re.compile(r"(?:[\w.]+: )?(?:Target|Page) crashed")

@@ -28,6 +28,7 @@ class Capability(StrEnum):
     web_socket_routes = "web_socket_routes"
     bindings = "bindings"
     locator_handlers = "locator_handlers"
+    cookie_filters = "cookie_filters"  # clear_cookies of some cookies only
     late_headers = "late_headers"  # set_extra_http_headers on a context or page that is open
     late_offline = "late_offline"  # set_offline, likewise
     late_storage_state = "late_storage_state"  # set_storage_state, likewise
@@ -56,7 +57,8 @@ _REFUSALS = {
     "set_storage_state": Capability.late_storage_state,
     "expose_binding": Capability.bindings,
     "route_from_har": Capability.har,
-    "WebSocket": Capability.web_socket_routes,
+    "route_web_socket": Capability.web_socket_routes,
+    "clear_cookies": Capability.cookie_filters,
     "LocatorHandler": Capability.locator_handlers,
     "APIRequest": Capability.request,
     "Tracing": Capability.tracing,
@@ -81,6 +83,7 @@ _INSTEAD = {
     Capability.web_socket_routes: f'listen to page.on("websocket"), or {_OTHER_ENGINE}',
     Capability.bindings: 'print from the page and listen to page.on("console"), or poll page.evaluate()',
     Capability.locator_handlers: "close what is in the way in the actor's own code",
+    Capability.cookie_filters: "read context.cookies(), clear all, and add those back that stay",
     Capability.late_headers: 'give context_options={"extra_http_headers": ...}',
     Capability.late_offline: 'give context_options={"offline": True}',
     Capability.late_storage_state: 'give context_options={"storage_state": ...}',
@@ -93,6 +96,15 @@ def check_options(engine: str, capabilities: frozenset[Capability], options: Map
         needed = _OPTIONS.get(name)
         if needed is not None and needed not in capabilities and value is not None:
             raise _unsupported(engine, needed, f"the option {name}")
+
+
+def refuse_tracing_stop(engine: str, context: Any) -> None:
+    """Stopping a trace that could not be started fails in the client's own code, with a KeyError."""
+
+    async def stop(**_: Any) -> None:
+        raise _unsupported(engine, Capability.tracing, "Tracing.stop")
+
+    context.tracing.stop = stop
 
 
 def refusal(engine: str, error: BaseException) -> Unsupported:

@@ -76,6 +76,7 @@ class InvisibleBrowser:
             await shielded(_bounded(context.close()))
             raise
         storage_state.complete(context)
+        capabilities.refuse_tracing_stop(InvisibleEngine.name, context)
         return context
 
     async def close(self, timeout_ms: int) -> None:

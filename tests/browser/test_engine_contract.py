@@ -96,8 +96,13 @@ def site() -> Iterator[BehaviourSite]:
 
 
 @pytest.fixture(params=["fake", pytest.param("chromium", marks=pytest.mark.needs_browser), "invisible"])
-async def subject(request: pytest.FixtureRequest, site: BehaviourSite) -> AsyncIterator[Subject]:
+async def subject(
+    request: pytest.FixtureRequest, site: BehaviourSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Subject]:
     name = request.param
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))  # of what is launched; the stand-in brings its own
     built: Standin | None = request.getfixturevalue("standin") if name == "invisible" else None
     if name == "fake":
         engine: Engine = FakeEngine()
@@ -112,6 +117,7 @@ async def subject(request: pytest.FixtureRequest, site: BehaviourSite) -> AsyncI
         await host.close()
     await engine.close()
     assert subject.tokens() == set()
+    await eventually(lambda: not list(temporary.iterdir()), f"no temporary directory is left in {temporary}")
 
 
 @pytest.fixture(autouse=True)
@@ -314,7 +320,9 @@ async def test_launches_leave_no_process_thread_or_descriptor_behind(subject: Su
 
     def held() -> tuple[Counter[str], int]:
         threads = Counter(thread.name.rstrip("0123456789_-") for thread in threading.enumerate())
-        return threads, psutil.Process().num_fds()
+        # The stand-in's fixture keeps the pipe of each engine's output until the end of the test.
+        kept = len(subject.standin.launches()) if subject.standin is not None else 0
+        return threads, psutil.Process().num_fds() - kept
 
     await cycle(crashing=False)
     before = held()

@@ -6,17 +6,21 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
+import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from asyncworker import processes
 from asyncworker.engines import Fault, invisible_client
 from asyncworker.engines.invisible import InvisibleEngine
+from asyncworker.engines.lifeline import Lifeline
 from asyncworker.errors import EngineMissing, ExitDrifted, InvalidArguments, LaunchFailed, Unsupported
 from asyncworker.identity import Identity
 from asyncworker.runtime import Attempt, Runtime, Session
@@ -276,9 +280,48 @@ async def test_the_virtual_screen_ends_with_its_browser(
 
 
 def screens() -> int:
-    import psutil
-
     return sum(child.name() == "Xvfb" for child in psutil.Process().children(recursive=True))
+
+
+async def test_the_end_of_the_process_is_noticed_without_a_pidfd_too(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    async with runtime.session(Attempt(seed=1)):
+        pass
+    for token in mine():
+        await asyncio.to_thread(processes.kill_launch, token)
+    await eventually(lambda: runtime.host.counts["browsers_lost"] == 1, "the crash is noticed")
+
+
+@pytest.mark.parametrize("polled", [False, True])
+async def test_a_lifeline_tells_once_of_a_process_that_ended_before_or_while_it_is_watched(
+    monkeypatch: pytest.MonkeyPatch, polled: bool
+) -> None:
+    if polled:
+        monkeypatch.delattr(os, "pidfd_open")
+    descriptors = psutil.Process().num_fds()
+    told: list[str] = []
+    process = subprocess.Popen(["sleep", "60"])
+    lifeline, cut = Lifeline(process.pid), Lifeline(process.pid)
+    cut.on_end(lambda: told.append("cut"))
+    cut.cut()
+    lifeline.on_end(lambda: told.append("watched"))
+    process.kill()
+    await asyncio.to_thread(process.wait)
+    await eventually(lambda: told, "its end is told")
+    Lifeline(process.pid).on_end(lambda: told.append("had ended"))
+    Lifeline(None).on_end(lambda: told.append("none"))
+    assert told == ["watched", "had ended", "none"]
+    assert psutil.Process().num_fds() == descriptors
+
+
+async def test_a_call_that_meets_the_dying_pipe_is_known_as_a_crash(runtime: Runtime) -> None:
+    from invisible_playwright.async_api import Error, TargetClosedError
+
+    for error in (Error("Page.title: [Errno 32] Broken pipe"), TargetClosedError("the pipe is closed: code -9")):
+        assert runtime.engine.classify(error) is Fault.gone
+    assert runtime.engine.classify(invisible_timeout()("Page.click: Timeout 500ms exceeded")) is None
 
 
 # --- place and proxies
@@ -410,6 +453,30 @@ async def _clock(session: Session) -> None:
     await session.page.clock.install()
 
 
+async def _stop_tracing(session: Session) -> None:
+    await session.context.tracing.stop(path="trace.zip")
+
+
+async def _clear(session: Session) -> None:
+    await session.context.clear_cookies(name="x")
+
+
+async def _handle(session: Session) -> None:
+    await session.page.add_locator_handler(session.page.locator("x"), lambda _: None)
+
+
+async def _route_web_socket(session: Session) -> None:
+    await session.page.route_web_socket("**", lambda _: None)
+
+
+async def _browser_tracing(session: Session) -> None:
+    await session.browser.start_tracing()
+
+
+async def _bind_browser(session: Session) -> None:
+    await session.browser.bind("x")  # type: ignore[attr-defined]  # newer than some Playwrights
+
+
 async def _har(session: Session) -> None:
     await session.context.route_from_har("x.har", update=True)
 
@@ -425,11 +492,17 @@ async def _har(session: Session) -> None:
         (_cdp, "cdp", "ASYNCWORKER_ENGINE=chromium"),
         (_pdf, "pdf", "screenshot"),
         (_clock, "clock", "add_init_script"),
+        (_stop_tracing, "tracing", "screenshot"),
+        (_browser_tracing, "tracing", "screenshot"),
+        (_clear, "cookie_filters", "cookies()"),
+        (_handle, "locator_handlers", "own code"),
+        (_route_web_socket, "web_socket_routes", "websocket"),
+        (_bind_browser, None, "ASYNCWORKER_ENGINE=chromium"),
         (_har, "har", 'page.on("response")'),
     ],
 )
 async def test_what_the_engine_refuses_is_said_with_what_to_do_instead(
-    runtime: Runtime, ask: Any, capability: str, instead: str
+    runtime: Runtime, ask: Any, capability: str | None, instead: str
 ) -> None:
     with pytest.raises(Unsupported) as caught:
         async with runtime.session(Attempt(seed=1)) as session:
