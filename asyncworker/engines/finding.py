@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncworker.engines.importing import import_quietly
 from asyncworker.errors import EngineMissing
-from asyncworker.settings import EngineName, Settings, foreign, leave_invisible_core_alone
+from asyncworker.settings import EngineName, Settings, foreign
 
 #: On the same pages a headless shell took 255 ms of CPU per message, a full Chromium 725 ms.
 HEADLESS_SHELLS = ("chromium-headless-shell", "chrome-headless-shell", "headless_shell")
@@ -196,8 +197,8 @@ def _chromiums(*, headless: bool) -> Iterator[Found]:
 
 
 def _invisible(settings: Settings) -> Found | None:
-    leave_invisible_core_alone()
     try:
+        import_quietly("invisible_core")
         from invisible_core import active_seal, verify_engine
         from invisible_core.download import cache_dir_for_seal, engine_status
     except ImportError as error:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncworker import processes
+from asyncworker.engines.importing import import_quietly
 from asyncworker.identity import Identity
-from asyncworker.settings import Settings, leave_invisible_core_alone
+from asyncworker.settings import Settings
 from asyncworker.urls import Proxy
 
 logger = logging.getLogger("asyncworker.engine")
@@ -27,10 +28,9 @@ def create(settings: Settings, identity: Identity, token: processes.Token, execu
         executable: The engine's. It is always given: without one the client may begin to download its engine, on
             the loop, for half an hour.
     """
-    leave_invisible_core_alone()
-    from invisible_playwright.async_api import InvisiblePlaywright
+    base: Any = import_quietly("invisible_playwright.async_api").InvisiblePlaywright
 
-    class Client(InvisiblePlaywright):  # type: ignore[misc]  # its type is not known here
+    class Client(base):  # type: ignore[misc]  # its type is not known here
         """The client, whose browser carries our token beside its own, and whose screen is up before its launch."""
 
         def prepare(self) -> None:

@@ -15,8 +15,8 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+from asyncworker.engines.importing import import_quietly
 from asyncworker.errors import ConfigurationError, EngineMissing
-from asyncworker.settings import leave_invisible_core_alone
 
 #: Hex digits of a digest: enough to tell the visitors of a deployment apart, few enough to read in a log line.
 DIGITS = 12
@@ -95,15 +95,13 @@ def _fields(profile: Any, viewport: Mapping[str, int]) -> dict[str, str | int | 
 
 
 def _core() -> Any:
-    leave_invisible_core_alone()
     try:
-        import invisible_core
+        return import_quietly("invisible_core")
     except ImportError as error:
         raise EngineMissing(
             f"invisible_core does not import ({error}); `pip install invisible-playwright` installs it",
             engine="invisible",
         ) from error
-    return invisible_core
 
 
 def _in_order(value: object) -> list[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +30,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
 
 
 def test_the_required_benchmarks_are_there() -> None:
-    assert {"overhead", "startup"} <= set(SCRIPTS)
+    assert {"loop_lag", "overhead", "startup"} <= set(SCRIPTS)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -162,6 +164,50 @@ def test_startup_below_its_limits_is_ok(load: Load) -> None:
 @pytest.mark.parametrize("slow", [{"worker_ms": 1_600.0}, {"wall_ms": 410.0}, {"heavy": ("playwright",)}])
 def test_startup_fails_for_a_slow_worker_a_slow_import_and_a_browser_library(slow: dict[str, Any], load: Load) -> None:
     assert not load("startup").judge(starts(load, **slow)).ok
+
+
+def lags(load: Load, *rounds: tuple[float, float]) -> Any:
+    """Rounds of one scenario, each with our lag and the control's."""
+    loop_lag = load("loop_lag")
+    ours = [loop_lag.Round(100.0, lag_ms, control_ms) for lag_ms, control_ms in rounds]
+    return loop_lag.judge({"close": loop_lag.Measured(ours)})
+
+
+@pytest.mark.parametrize("lag_and_control", [(49.0, 1.0), (140.0, 50.0)])
+def test_loop_lag_below_its_limit_or_explained_by_the_machine_is_ok(
+    lag_and_control: tuple[float, float], load: Load
+) -> None:
+    assert lags(load, lag_and_control).ok
+
+
+@pytest.mark.parametrize("lag_and_control", [(51.0, 1.0), (160.0, 50.0)])
+def test_loop_lag_fails_for_a_blocked_loop(lag_and_control: tuple[float, float], load: Load) -> None:
+    assert not lags(load, lag_and_control).ok
+
+
+def test_loop_lag_takes_the_median_round_and_shows_the_worst(load: Load) -> None:
+    report = lags(load, (400.0, 1.0), (10.0, 1.0), (20.0, 1.0))
+    assert report.ok
+    assert report.as_json()["engine"] == "stand-in"
+    assert report.as_json()["scenarios"]["close"] == {
+        "rounds": 3,
+        "duration_ms": 100.0,
+        "lag_ms": 20.0,
+        "worst_lag_ms": 400.0,
+        "control_lag_ms": 1.0,
+        "plain_lag_ms": None,
+        "plain_duration_ms": None,
+    }
+    assert not lags(load, (400.0, 1.0), (300.0, 1.0), (20.0, 1.0)).ok
+
+
+def test_loop_lag_measures_what_blocks_the_loop_and_not_the_thread_beside_it(load: Load) -> None:
+    async def block() -> None:
+        time.sleep(0.2)
+
+    figures = asyncio.run(load("_lag").measured(block))
+    assert figures["lag_ms"] >= 150
+    assert figures["control_ms"] < figures["lag_ms"]
 
 
 def test_a_run_leaves_no_process_and_no_file_when_it_fails(load: Load) -> None:

@@ -23,7 +23,7 @@ identity urls settings shielding
 ledger guard visitor
 private_hosts
 processes
-engines.capabilities engines.profile engines.lifeline engines.storage_state engines.invisible_client
+engines.capabilities engines.importing engines.profile engines.lifeline engines.storage_state engines.invisible_client
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
 generation launching contexts browser watch loop runtime
 embedded patience accounting middleware retries consumer broker actor

@@ -32,6 +32,20 @@ async def visit(session: Session, url: str, *, fail: int = 0, seed: int | None =
     }
 
 
+@actor(store_results=True, max_retries=5, min_backoff=50, max_backoff=100)
+async def visitor(session: Session, url: str | None = None, *, seed: int | None = None) -> dict[str, Any]:
+    """Whom a site sees, and the process of the browser that shows it."""
+    if url is not None:
+        await session.page.goto(url)
+    return {
+        "seed": session.seed,
+        "digest": session.identity.digest,
+        "attempt": session.attempt.number,
+        "engine": session._lease.generation.launched.pid,
+        "pid": os.getpid(),
+    }
+
+
 @actor(store_results=True, max_retries=0, time_limit=1_500)
 async def stuck(session: Session, url: str, *, cleanup_ms: int = 0) -> None:
     """Never ends by itself; its own cleanup takes a while and says that it ended."""
