@@ -10,6 +10,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # The tests are about a stock browser; the settings of whoever runs them are not theirs.
 TEST_ENVIRONMENT := env $(foreach name,$(filter ASYNCWORKER_%,$(shell env | cut -d= -f1)),-u $(name))
 
+# Most tests wait: for a browser, for a worker, for a deadline. So more run at once than a small machine has cores;
+# one after the other, and under a debugger: make test ARGS="-n 0".
+AT_ONCE ?= 3
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -22,7 +26,7 @@ demo: $(INSTALLED) ## 40 pages scraped by a real worker; options in ARGS="--json
 	@$(BIN)/asyncworker demo $(ARGS)
 
 test: $(INSTALLED) browser check ## a browser, lint, types and the whole test suite; options in ARGS="-k crash"
-	$(TEST_ENVIRONMENT) $(BIN)/pytest $(ARGS)
+	$(TEST_ENVIRONMENT) $(BIN)/pytest -n $(AT_ONCE) --dist worksteal $(ARGS)
 
 check: $(INSTALLED) ## format, lint and types
 	$(BIN)/ruff format --check .

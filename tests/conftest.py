@@ -16,6 +16,7 @@ from typing import NoReturn
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 from asyncworker import embedded, processes
 from asyncworker.engines.finding import find
@@ -29,8 +30,14 @@ TIERS_WITH_PROCESSES = ("browser", "process", "worker")
 LEFTOVERS_TIMEOUT_S = 5.0
 
 #: Inherited by everything that these tests start, at any depth: a process that carries it is theirs, also when it
-#: has left the tree of this one.
+#: has left the tree of this one. Tests may run in several processes at once, each with a mark of its own: what one
+#: of them has started is no leftover of another's.
 MARK = "_ASYNCWORKER_TESTS"
+
+
+# No test here is about how long an example takes, and beside other tests any may take long.
+settings.register_profile("patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def wait_until(fact: Callable[[], T], what: str, *, timeout_ms: int = 10_000) -> T:
+def wait_until(fact: Callable[[], T], what: str, *, timeout_ms: int = 30_000) -> T:
     """Return what `fact()` returns as soon as that is true.
 
     Raises:
@@ -24,7 +24,7 @@ def wait_until(fact: Callable[[], T], what: str, *, timeout_ms: int = 10_000) ->
     return value
 
 
-async def eventually(fact: Callable[[], T], what: str, *, timeout_ms: int = 10_000) -> T:
+async def eventually(fact: Callable[[], T], what: str, *, timeout_ms: int = 30_000) -> T:
     """`wait_until` on a loop, which goes on meanwhile."""
     deadline = time.monotonic() + timeout_ms / 1000
     while not (value := fact()):

@@ -164,7 +164,7 @@ async def test_a_default_time_limit_of_a_page_follows_what_is_left_of_the_messag
         began = time.monotonic()
         with pytest.raises(invisible_timeout()):
             await session.page.goto(f"{site.url}/never")
-        assert 0.9 < time.monotonic() - began < 10  # the default is 30
+        assert time.monotonic() - began < 10  # the default is 30
 
 
 # --- launch and close

@@ -29,9 +29,11 @@ class Server:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        # Held, not listened on: no one else gets the port while the server is away, and the server shares it.
+        self._held = socket.socket()
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind(("127.0.0.1", 0))
+        self.port = self._held.getsockname()[1]
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -51,6 +53,10 @@ class Server:
             self._process.wait(10)
             self._process = None
 
+    def close(self) -> None:
+        self.stop(signal.SIGKILL)
+        self._held.close()
+
     def _answers(self) -> bool:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
@@ -62,7 +68,7 @@ def server_in(directory: Path) -> Iterator[Server]:
     try:
         yield server
     finally:
-        server.stop(signal.SIGKILL)
+        server.close()
 
 
 @pytest.fixture

@@ -101,9 +101,11 @@ def test_all_settings_are_printed_with_their_source_and_without_secrets(deployme
 
 
 @pytest.mark.needs_browser
-def test_up_runs_the_server_and_workers_and_stops_both(deployment: Deployment, site: BehaviourSite) -> None:
+def test_up_runs_the_server_and_workers_and_stops_both(
+    deployment: Deployment, site: BehaviourSite, tmp_path: Path
+) -> None:
     deployment.settings.state_dir.rmdir()
-    log = HOME.parent / "up.log"
+    log = tmp_path / "up.log"
     with log.open("wb") as output:
         up = subprocess.Popen(
             [sys.executable, "-m", "asyncworker", "up", "-p", "1", "-t", "1"],
@@ -123,7 +125,6 @@ def test_up_runs_the_server_and_workers_and_stops_both(deployment: Deployment, s
         for process in [*psutil.Process(up.pid).children(recursive=True), up] if up.poll() is None else []:
             process.kill()
         up.wait()
-        log.unlink()
 
 
 def test_down_stops_the_server_and_says_when_there_was_none(deployment: Deployment) -> None:

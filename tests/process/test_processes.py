@@ -42,7 +42,7 @@ def start() -> Iterator[Start]:
         if token is not None:
             environment[processes.VARIABLE] = str(token)
         process = subprocess.Popen(
-            [sys.executable, "-c", code] if code else ["sh", "-c", shell],
+            [sys.executable, "-c", code, processes._namespace()] if code else ["sh", "-c", shell],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -59,6 +59,17 @@ def start() -> Iterator[Start]:
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A namespace of the test's own: no sweep of a worker elsewhere on this machine takes away what the test has
+    left over, and the test's sweeps leave theirs alone.
+
+    Code in another process puts itself there, with the name that `start` passes on: `processes._namespace = …`.
+    """
+    name = f"test{os.getpid()}"
+    monkeypatch.setattr(processes, "_namespace", lambda: name)
 
 
 def says(process: subprocess.Popen[str]) -> str:
@@ -328,12 +339,14 @@ def _playwrights_own() -> Path:
 # sweep
 
 
+@pytest.mark.usefixtures("namespace")
 def test_a_sweep_kills_what_a_dead_worker_left(start: Start) -> None:
     owner = start(
         code="""
-import subprocess, time
+import subprocess, sys, time
 from asyncworker import processes
 from asyncworker.settings import child_environment
+processes._namespace = lambda: sys.argv[1]
 token = processes.new_token()
 subprocess.Popen(
     ["sh", "-c", "env -i sleep 60 & echo $$ $!; wait"],
@@ -353,6 +366,7 @@ time.sleep(60)
     assert not any(lives(pid) for pid in left)
 
 
+@pytest.mark.usefixtures("namespace")
 def test_a_sweep_spares_what_is_not_known_to_be_left(start: Start) -> None:
     spared = {
         "a live owner's": start(new_token()),
@@ -369,6 +383,7 @@ def test_a_sweep_spares_what_is_not_known_to_be_left(start: Start) -> None:
     assert {whose for whose, process in spared.items() if process.poll() is not None} == set()
 
 
+@pytest.mark.usefixtures("namespace")
 def test_a_browser_in_its_workers_session_does_not_condemn_the_session(start: Start) -> None:
     """invisible_playwright starts its browser so; the session is that of all workers, and of a user's shell."""
     shell = start(
@@ -376,13 +391,14 @@ def test_a_browser_in_its_workers_session_does_not_condemn_the_session(start: St
 import subprocess, sys, time
 bystander = subprocess.Popen(["sleep", "60"])
 owner = subprocess.Popen([sys.executable, "-c", '''
-import subprocess, time
+import subprocess, sys, time
 from asyncworker import processes
 from asyncworker.settings import child_environment
+processes._namespace = lambda: sys.argv[1]
 environment = child_environment(**{processes.VARIABLE: str(processes.new_token())})
 print(subprocess.Popen(["sleep", "60"], env=environment).pid, flush=True)
 time.sleep(60)
-'''], stdout=subprocess.PIPE, text=True)
+''', sys.argv[1]], stdout=subprocess.PIPE, text=True)
 browser = int(owner.stdout.readline())
 owner.kill()
 owner.wait()
@@ -400,12 +416,14 @@ bystander.kill()
     shell.communicate("done\n")
 
 
+@pytest.mark.usefixtures("namespace")
 def test_a_process_never_sweeps_itself_nor_its_own_launch_away(start: Start) -> None:
     sweeping = start(
         of_a_dead_owner(),
         code="""
-import subprocess
+import subprocess, sys
 from asyncworker import processes
+processes._namespace = lambda: sys.argv[1]
 sibling = subprocess.Popen(["sleep", "60"], start_new_session=True)
 processes.sweep()
 print(sibling.poll(), flush=True)

@@ -149,7 +149,7 @@ def test_what_a_person_sees_is_what_the_client_launches_with(core: Any) -> None:
         {"screen.width": None},
         {"screen.width": [1]},
         {5: 3},
-        {"dark_theme": object()},
+        pytest.param({"dark_theme": object()}, id="an object"),  # whose own text is another in each process
         {"screen.width": 1, 5: 3},
     ],
     ids=str,
