@@ -6,7 +6,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     shielding                                   work that ends although its waiter is cancelled
     visitor                                     who a message was when it first ran
     guard, private_hosts                        what the shipped actors refuse
-    processes, engines/                         whose process is this; what launches a browser
+    processes, scratch, engines/                whose process or directory is this; what launches a browser
     generation, launching, contexts, browser    one browser; how it and its contexts begin and end; their owner
     watch, loop, runtime                        one attempt on it
     embedded, patience                          the edges: a broker to begin with, and waiting for one

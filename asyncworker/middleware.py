@@ -43,7 +43,7 @@ from dramatiq.common import q_name
 from dramatiq.middleware import Middleware as DramatiqMiddleware
 from dramatiq.middleware import MiddlewareError
 
-from asyncworker import processes
+from asyncworker import processes, scratch
 from asyncworker.accounting import Accounting, keep_in_dead_letter, now_ms, outcome_of
 from asyncworker.engines import Engine
 from asyncworker.errors import AsyncworkerError, EngineError
@@ -245,6 +245,8 @@ class BrowserMiddleware(Middleware):
     def _sweep(self) -> None:
         if killed := processes.sweep():
             logger.warning("killed %d processes that dead workers left behind", killed)
+        if removed := scratch.sweep():
+            logger.warning("removed %d temporary directories that dead workers left behind", removed)
 
     # --- attempts
 

@@ -126,6 +126,10 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
                     process.kill()
             pytest.fail(f"{len(left)} processes were left over:\n" + "\n".join(left.values()), pytrace=False)
         time.sleep(0.05)
+    while directories := list(Path(tempfile.gettempdir()).glob(f"aw-*-{os.getpid()}-*")):
+        if time.monotonic() >= deadline:
+            pytest.fail(f"temporary directories were left over: {directories}", pytrace=False)
+        time.sleep(0.05)
 
 
 def _ours() -> dict[psutil.Process, str]:

@@ -14,9 +14,10 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from asyncworker import processes
+from asyncworker import processes, scratch
 from asyncworker.settings import child_environment
 
 if TYPE_CHECKING:
@@ -41,9 +42,13 @@ _spawning: ContextVar[dict[str, Any]] = ContextVar("asyncworker_driver_spawning"
 class Driver:
     """One running driver. `playwright` is Playwright's own object."""
 
-    def __init__(self, playwright: Playwright, token: processes.Token, drain: asyncio.Task[None]) -> None:
+    def __init__(
+        self, playwright: Playwright, token: processes.Token, drain: asyncio.Task[None], directory: Path
+    ) -> None:
         self.playwright = playwright
         self.token = token
+        #: Where it and its browsers write for the moment; removed with it.
+        self.directory = directory
         self.lost = False
         self._drain = drain
         self._callbacks: list[Callable[[], None]] = []
@@ -58,13 +63,14 @@ class Driver:
             playwright.async_api.Error: When node does not start.
         """
         token = processes.new_token("driver")
+        directory = scratch.make()  # at once: cancelled half way, it would be left behind
         reading, writing = os.pipe()
         drain = asyncio.create_task(_drain(os.fdopen(reading, "rb", 0)), name="asyncworker-driver-stderr")
-        starting = asyncio.create_task(_start(token, writing), name="asyncworker-driver-start")
+        starting = asyncio.create_task(_start(token, writing, directory), name="asyncworker-driver-start")
         try:
-            return cls(await asyncio.shield(starting), token, drain)
+            return cls(await asyncio.shield(starting), token, drain, directory)
         except BaseException:
-            await asyncio.shield(_abandon(starting, token, drain))
+            await asyncio.shield(_abandon(starting, token, drain, directory))
             raise
 
     def on_lost(self, callback: Callable[[], None]) -> Callable[[], None]:
@@ -97,12 +103,14 @@ class Driver:
         elif not stopping.cancelled() and (error := stopping.exception()) is not None:
             logger.debug("the driver's stop said: %s", error)
         await _finish(self._drain)
+        await asyncio.to_thread(scratch.remove, self.directory)
 
     def _stderr_ended(self, drain: asyncio.Task[None]) -> None:
         """The pipe ends when node does: nothing else holds its other end."""
         if self._stopping or drain.cancelled():  # cancelled with its loop: no one has stopped anything
             return
         self.lost = True
+        asyncio.get_running_loop().run_in_executor(None, scratch.remove, self.directory)  # no one will stop it
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             asyncio.get_running_loop().call_soon(callback)  # each by itself: one that fails must not hide the others
@@ -141,11 +149,11 @@ def _spawn_with(**options: Any) -> Iterator[None]:
             loop.subprocess_exec = spawner.original
 
 
-async def _start(token: processes.Token, stderr: int) -> Playwright:
+async def _start(token: processes.Token, stderr: int, directory: Path) -> Playwright:
     """Start Playwright's driver; closes `stderr`, whose copy the driver has."""
     from playwright.async_api import async_playwright
 
-    environment = child_environment(**{processes.VARIABLE: str(token)})
+    environment = child_environment(**{processes.VARIABLE: str(token), "TMPDIR": str(directory)})
     try:
         with _spawn_with(stderr=stderr, env=environment, start_new_session=True):
             return await async_playwright().start()
@@ -153,7 +161,9 @@ async def _start(token: processes.Token, stderr: int) -> Playwright:
         os.close(stderr)
 
 
-async def _abandon(starting: asyncio.Task[Playwright], token: processes.Token, drain: asyncio.Task[None]) -> None:
+async def _abandon(
+    starting: asyncio.Task[Playwright], token: processes.Token, drain: asyncio.Task[None], directory: Path
+) -> None:
     """Leave nothing of a start that failed, or that no one waits for any more.
 
     Its node is killed, and the start then fails by itself; cancelled, it would leave tasks to complain later.
@@ -166,6 +176,7 @@ async def _abandon(starting: asyncio.Task[Playwright], token: processes.Token, d
     await asyncio.wait({starting}, timeout=1)
     await asyncio.to_thread(processes.kill_launch, token)  # it may have come up after the last look
     await _finish(drain)
+    await asyncio.to_thread(scratch.remove, directory)
 
 
 async def _finish(drain: asyncio.Task[None]) -> None:

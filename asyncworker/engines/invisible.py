@@ -223,6 +223,11 @@ def _launch_failed(error: Exception, proxy: str | None) -> LaunchFailed:
         "EngineMismatch": "run `asyncworker doctor --install`",
         "SealError": "run `asyncworker doctor --install`",
     }
+    if "Broken pipe" in str(error):  # how the client tells it when it writes before it has seen the engine's end
+        return LaunchFailed(
+            "invisible did not start: the engine's process ended while it started; run `asyncworker doctor`",
+            engine=InvisibleEngine.name,
+        )
     remedy = remedies.get(type(error).__name__, "run `asyncworker doctor`")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()][:MOST_LINES]
     said = _scrubbed(f"{type(error).__name__}: {' '.join(lines).rstrip('.')}", proxy)

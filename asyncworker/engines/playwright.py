@@ -7,6 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Hashable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncworker import processes
@@ -121,7 +122,7 @@ class PlaywrightEngine:
         await self.check()
         driver = await self._running_driver()
         token = processes.new_token()
-        options = await asyncio.to_thread(self._launch_options, identity, token)
+        options = await asyncio.to_thread(self._launch_options, token, driver.directory)
         try:
             browser = await getattr(driver.playwright, self.name).launch(**options)
         except Exception as error:
@@ -154,13 +155,13 @@ class PlaywrightEngine:
                     ) from None
             return self._driver
 
-    def _launch_options(self, identity: Identity, token: processes.Token) -> dict[str, Any]:
+    def _launch_options(self, token: processes.Token, directory: Path) -> dict[str, Any]:
         settings = self._settings
         found = find(settings)
         options: dict[str, Any] = {
             "headless": settings.headless,
             "args": list(settings.launch_args),
-            "env": child_environment(**{processes.VARIABLE: str(token)}),
+            "env": child_environment(**{processes.VARIABLE: str(token), "TMPDIR": str(directory)}),
             "timeout": settings.launch_timeout_ms,
             # Signals are the worker's to handle: it finishes its messages, then closes the browser.
             "handle_sigint": False,

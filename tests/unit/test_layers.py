@@ -22,7 +22,7 @@ errors
 identity urls settings shielding
 ledger guard visitor
 private_hosts
-processes
+processes scratch
 engines.capabilities engines.importing engines.profile engines.lifeline engines.storage_state engines.invisible_client
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
 generation launching contexts browser watch loop runtime

@@ -1,0 +1,57 @@
+"""Scratch directories: where a driver and its browsers write for the moment, a directory for each launch.
+
+Playwright removes a browser's profile when it sees the browser end. A driver that is stopped, or a worker that is
+killed, before that would leave it for ever: so it lies in a directory whose name says which process it belongs to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from asyncworker import processes
+
+# Short: a Chromium puts a socket below it, whose whole path may have 107 bytes.
+_FORM = re.compile(r"aw-(\w+)-(\d{1,18})-(\d{1,18})-\w+", re.ASCII)
+
+#: What a browser that is dying still writes makes a removal fail, for a moment.
+REMOVAL_TIMEOUT_S = 2.0
+
+
+def make() -> Path:
+    """A new directory of this process's own, below the system's directory for temporary files."""
+    me = processes.new_token()
+    return Path(tempfile.mkdtemp(prefix=f"aw-{me.namespace}-{me.pid}-{me.born}-"))
+
+
+def remove(directory: Path) -> None:
+    """Remove it with all that is in it. Blocks for a moment; never raises."""
+    deadline = time.monotonic() + REMOVAL_TIMEOUT_S
+    while directory.exists():
+        shutil.rmtree(directory, ignore_errors=True)
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(0.01)
+
+
+def sweep() -> int:
+    """Remove the directories of processes that are dead; returns how many. Blocks: call it in a thread."""
+    removed = 0
+    with contextlib.suppress(OSError):  # no such directory, or not ours to read
+        for directory in sorted(Path(tempfile.gettempdir()).glob("aw-*")):
+            if _owner_is_gone(directory.name):
+                remove(directory)
+                removed += not directory.exists()
+    return removed
+
+
+def _owner_is_gone(name: str) -> bool:
+    parts = _FORM.fullmatch(name)
+    if parts is None:
+        return False
+    namespace, pid, born = parts.groups()
+    return processes.Token(namespace, int(pid), int(born), launch="").owner_is_gone()
