@@ -116,7 +116,7 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     multiprocessing.resource_tracker.ensure_running()  # its process stays until this one ends, and is no test's
-    before = _ours()
+    before, directories_before = _ours(), _scratch()
     yield
     deadline = time.monotonic() + LEFTOVERS_TIMEOUT_S
     while left := {one: what for one, what in _ours().items() if one not in before}:
@@ -126,10 +126,15 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
                     process.kill()
             pytest.fail(f"{len(left)} processes were left over:\n" + "\n".join(left.values()), pytrace=False)
         time.sleep(0.05)
-    while directories := list(Path(tempfile.gettempdir()).glob(f"aw-*-{os.getpid()}-*")):
+    while directories := _scratch() - directories_before:
         if time.monotonic() >= deadline:
             pytest.fail(f"temporary directories were left over: {directories}", pytrace=False)
         time.sleep(0.05)
+
+
+def _scratch() -> set[Path]:
+    """The temporary directories of this process's drivers."""
+    return set(Path(tempfile.gettempdir()).glob(f"aw-*-{os.getpid()}-*"))
 
 
 def _ours() -> dict[psutil.Process, str]:

@@ -22,14 +22,21 @@ PAGE_TIMEOUT_S = 2.0
 #: Stands before the saved origins in the script, by which it can be told from the actor's own.
 MARK = "/* asyncworker: localStorage */"
 
-# Only into an empty storage: what the site has changed or removed since then is not put back at each navigation.
+# Only into an empty storage: what the site has changed or removed since then is not put back at each navigation, but
+# for a site that has removed the last of it.
 _RESTORE = """((origins) => {
   const saved = origins.find(({ origin }) => origin === window.location.origin);
   if (!saved || window.localStorage.length > 0) return;
   for (const { name, value } of saved.localStorage) window.localStorage.setItem(name, value);
 })(%s %s)"""
 
-_READ = "() => [location.origin, Object.entries(localStorage).map(([name, value]) => ({ name, value }))]"
+_READ = """() => [
+  window.location.origin,
+  Array.from({ length: window.localStorage.length }, (_, place) => {
+    const name = window.localStorage.key(place);
+    return { name, value: window.localStorage.getItem(name) };
+  }),
+]"""
 
 
 async def read(state: Any) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class Context:
     def __init__(self, engine: Engine, identifier: str | None) -> None:
         self.id = identifier
         self.engine = engine
-        self.pages: list[Page] = []
+        self.pages: list[Any] = []  # of Page, or of what takes its place in the bridge
         self.cookies = CookieJar()
         self.local_storage: dict[str, dict[str, str]] = {}
         self.init_scripts: list[str] = []
@@ -125,7 +125,7 @@ class Engine:
         self.replied = Replied()
         self._numbers = itertools.count(1)
         self._contexts: dict[str | None, Context] = {None: Context(self, None)}
-        self._pages: dict[str, Page] = {}
+        self._pages: dict[str, Any] = {}
         self._writing = threading.Lock()
         self._leaving = threading.Lock()
 
@@ -146,9 +146,13 @@ class Engine:
             while os.read(READ, 65536):
                 pass
             self._exit(0)
+        self.prepare()
         print(READY, flush=True)
         self.log("ready")
         self._serve()
+
+    def prepare(self) -> None:
+        """What has to be done before it is ready: nothing."""
 
     def control(self) -> dict[str, Any]:
         try:
@@ -176,7 +180,7 @@ class Engine:
             self.log("closing", code=code)
         if code < 0:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # leave no file
-            if -code != signal.SIGKILL:
+            if signal.getsignal(-code) not in (signal.SIG_DFL, None):  # which only the main thread may change
                 signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
             time.sleep(10)  # the signal is on its way
@@ -223,25 +227,27 @@ class Engine:
                 self._exit(0)
 
     def _receive(self, message: dict[str, Any]) -> None:
-        method, params = message["method"], message.get("params") or {}
-        control = self.control()
+        method, control = message["method"], self.control()
         if method in control.get("exit_on", {}):
             self._exit(control["exit_on"][method])
         if {method, "*"} & set(control.get("mute", [])):
             return
-        answer: dict[str, Any] = {"id": message["id"]}
-        if "sessionId" in message:
-            answer["sessionId"] = message["sessionId"]
+        self.do(message)
+
+    def do(self, message: dict[str, Any]) -> None:
+        method = message["method"]
         try:
-            result = self._handle(message.get("sessionId"), method, params)
-            if result is NEVER:
-                return
-            answer["result"] = result
+            result = self._handle(message.get("sessionId"), method, message.get("params") or {})
         except Refused as error:
-            answer["error"] = {"message": str(error)}
-        self._write(answer)
-        if method == "Page.navigate" and "result" in answer:
-            self.replied.add(answer["result"]["navigationId"])
+            self.answer(message, error={"message": str(error)})
+            return
+        if result is not NEVER:
+            self.answer(message, result=result)
+            if method == "Page.navigate":
+                self.replied.add(result["navigationId"])
+
+    def answer(self, message: dict[str, Any], **outcome: Any) -> None:
+        self._write({key: message[key] for key in ("id", "sessionId") if key in message} | outcome)
 
     def _handle(self, session: str | None, method: str, params: dict[str, Any]) -> Any:
         if session is not None:
@@ -295,7 +301,7 @@ class Engine:
         page.announce()
         return {"targetId": page.target}
 
-    def close_page(self, page: Page) -> None:
+    def close_page(self, page: Any) -> None:
         page.closed = True
         self._pages.pop(page.session, None)
         page.context.pages.remove(page)
@@ -315,6 +321,10 @@ def _prefs(arguments: list[str]) -> tuple[dict[str, Any], str]:
 
 
 def main(tree: Path) -> NoReturn:
+    main_of(Engine, tree)
+
+
+def main_of(kind: type[Engine], tree: Path) -> NoReturn:
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    Engine(tree, sys.argv[1:]).run()
+    kind(tree, sys.argv[1:]).run()

@@ -28,8 +28,18 @@ def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standin
     The test fails when it leaves one running, or a temporary file. What closes its browsers must itself ask for this
     fixture, so that it is done before.
     """
+    yield from _built(tmp_path, monkeypatch, bridged=False)
+
+
+@pytest.fixture
+def bridged_standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standin]:
+    """The same with a headless Chromium behind it; a test that asks for it is marked needs_browser."""
+    yield from _built(tmp_path, monkeypatch, bridged=True)
+
+
+def _built(directory: Path, monkeypatch: pytest.MonkeyPatch, *, bridged: bool) -> Iterator[Standin]:
     leave_invisible_core_alone()
-    built = build_tree(tmp_path)
+    built = build_tree(directory, bridged=bridged)
     for name in _FOREIGN:
         monkeypatch.delenv(name, raising=False)
     for name, value in built.environment.items():

@@ -7,6 +7,7 @@ version and build that the package's seal asks for, and its stamp, so that nothi
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,8 +87,15 @@ class Standin:
         return self.log("launched")
 
 
-def build_tree(directory: Path) -> Standin:
-    """Write a stand-in engine, and the directories that its processes need, into an existing directory."""
+def build_tree(directory: Path, *, bridged: bool = False) -> Standin:
+    """Write a stand-in engine, and the directories that its processes need, into an existing directory.
+
+    Parameters:
+        bridged: That of bridge.py, with this machine's Chromium behind.
+
+    Raises:
+        FileNotFoundError: When one is to be behind, and there is none.
+    """
     from invisible_core.download import BINARY_ENTRY_REL
     from invisible_core.seal import JUGGLER_ENTRIES, active_seal, write_stamp
 
@@ -101,8 +109,27 @@ def build_tree(directory: Path) -> Standin:
         (tree / entry).parent.mkdir(parents=True, exist_ok=True)
         (tree / entry).write_text("// zoom.stealth: the stand-in engine, which has no such module\n")
     executable = tree / BINARY_ENTRY_REL[sys.platform]
-    executable.write_text(_EXECUTABLE.format(python=sys.executable, root=str(ROOT), module="engine"))
+    executable.write_text(
+        _EXECUTABLE.format(python=sys.executable, root=str(ROOT), module="bridge" if bridged else "engine")
+    )
     executable.chmod(0o755)
+    if bridged:
+        (tree / "bridge.json").write_text(json.dumps(_chromium()))
     asset = next(one for one in seal.assets.values() if one.platform == sys.platform and one.build_id == seal.build_id)
     write_stamp(tree, seal, asset=asset.name, asset_sha256=None, adopted=True)
     return Standin(directory, tree)
+
+
+def _chromium() -> list[str]:
+    """How the Chromium that the chromium engine would take is started: a headless shell if there is one."""
+    from asyncworker.engines.finding import CHROMIUMS, HEADLESS_SHELLS, browsers_path, find
+    from asyncworker.settings import load
+
+    found = find(load({"ASYNCWORKER_ENGINE": "chromium"}))
+    path = found.executable if found is not None else None
+    if path is None and found is not None and (root := browsers_path()) is not None:
+        names = HEADLESS_SHELLS if found.headless_shell else (*CHROMIUMS, "chrome")
+        path = next((one for one in sorted(root.glob("chromium*/*/*")) if one.name in names), None)
+    if path is None:
+        raise FileNotFoundError("no Chromium on this machine: `asyncworker doctor --install --engine chromium`")
+    return [str(path), *(["--no-sandbox"] if os.geteuid() == 0 else [])]
