@@ -255,7 +255,9 @@ async def test_a_saved_state_is_restored_in_another_session(runtime: Runtime, si
         await session.page.goto(f"{site.url}/cookie/set")
         await session.page.evaluate(
             """() => {
-            localStorage.setItem('token', 'val"ue'); localStorage.setItem('key', '1'); localStorage.setItem('other', '2') }"""
+            localStorage.setItem('token', 'val"ue');
+            localStorage.setItem('key', '1');
+            localStorage.setItem('other', '2') }"""
         )
         state = await session.context.storage_state()
     assert [(cookie["name"], cookie["value"]) for cookie in state["cookies"]] == [("visitor", "seen")]

@@ -15,7 +15,11 @@ import pytest
 
 from asyncworker.settings import child_environment
 from tests.site import BehaviourSite
+from tests.standin import Standin
+from tests.standin.fixtures import bridged_standin
 from tests.waiting import wait_until
+
+__all__ = ["bridged_standin"]
 
 pytestmark = pytest.mark.needs_browser
 
@@ -33,11 +37,11 @@ KEYS = {
 
 
 @contextlib.contextmanager
-def demo(directory: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+def demo(directory: Path, *options: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
     """Start the demo in a process group of its own; its temporary files are below `directory`."""
     with subprocess.Popen(
         [sys.executable, "-m", "asyncworker", "demo", *options],
-        env=child_environment(TMPDIR=str(directory), COLUMNS="200"),
+        env=child_environment(TMPDIR=str(directory), COLUMNS="200") | variables,
         cwd=directory,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -52,9 +56,9 @@ def demo(directory: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
                 running.send_signal(signal.SIGINT)
 
 
-def said_by(directory: Path, *options: str) -> tuple[int, str, str]:
+def said_by(directory: Path, *options: str, **variables: str) -> tuple[int, str, str]:
     """Run the demo to its end: exit code, stdout, stderr."""
-    with demo(directory, *options) as running:
+    with demo(directory, *options, **variables) as running:
         out, err = running.communicate(timeout=110)
         return running.returncode, out, err
 
@@ -110,3 +114,16 @@ def test_an_engine_that_is_missing_is_a_sentence(state_dir: Path) -> None:
     assert code == 2
     assert "there is no engine 'netscape'; there are auto, invisible, chromium" in err
     assert "Traceback" not in out + err
+
+
+def test_the_demo_adds_up_on_the_engine_invisible_too(bridged_standin: Standin, tmp_path: Path) -> None:
+    place = {"ASYNCWORKER_LOCALE": "de-DE", "ASYNCWORKER_TIMEZONE": "Europe/Berlin"}
+    (directory := tmp_path / "demo").mkdir()
+    code, out, err = said_by(directory, "--engine", "invisible", "--json", **place)
+    assert code == 0, err
+    facts = json.loads(out)
+    assert (facts["messages"], facts["succeeded"], facts["failed"]) == (40, 40, 0)
+    assert facts["browsers_launched"] == 2
+    assert facts["contexts_opened"] == facts["contexts_closed"]
+    assert len(bridged_standin.launches()) == 3, "the demo tries its engine once before it begins"
+    assert list(directory.iterdir()) == []
