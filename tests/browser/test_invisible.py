@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import logging
@@ -245,7 +246,7 @@ async def test_closing_does_not_wait_for_pages_that_sleep_in_the_clients_threads
     launched: Any = await engine.launch(runtime.identity(1))
     context = await launched.new_context(runtime.identity(1), {})
     pages = [await context.new_page() for _ in range(4)]
-    sleeping = [asyncio.create_task(page.wait_for_timeout(3_000)) for page in pages]
+    sleeping = [asyncio.create_task(page.wait_for_timeout(6_000)) for page in pages]
     threads = set(threading.enumerate()) - before_launch
     assert len([thread for thread in threads if thread.name.startswith("juggler")]) >= 4
     await eventually(lambda: invisible_client._connection(launched._client)._transport._queue.empty(), "they sleep")
@@ -346,6 +347,34 @@ async def test_the_password_of_a_proxy_is_in_no_error_log_or_repr(
         logging.getLogger("test").error("it failed", exc_info=caught.value)
     shown = f"{told(caught.value)}\n{caplog.text}\n{runtime.settings!r}\n{runtime.identity(1)!r}"
     for form in (PASSWORD, "s3cret%2Fof%20the%20proxy", "s3cret"):
+        assert form not in shown
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        f"proxy {PROXY} refused",
+        f"407 for someone:{PASSWORD}",
+        f"Proxy-Authorization: Basic {base64.b64encode(f'someone:{PASSWORD}'.encode()).decode()}",
+    ],
+)
+async def test_a_client_that_tells_the_password_itself_is_told_without_it(
+    standin: Standin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, said: str
+) -> None:
+    def create(*_: object) -> None:
+        try:
+            raise OSError(said)
+        except OSError as error:
+            raise RuntimeError("no way out") from error
+
+    monkeypatch.setattr(invisible_client, "create", create)
+    async with runtime_of(proxy=PROXY) as runtime:
+        with pytest.raises(LaunchFailed, match="no way out") as caught:
+            async with runtime.session(Attempt(seed=1)):
+                pass
+        logging.getLogger("test").error("it failed", exc_info=caught.value)
+    shown = told(caught.value) + caplog.text
+    for form in (PASSWORD, "s3cret", base64.b64encode(f"someone:{PASSWORD}".encode()).decode()):
         assert form not in shown
 
 
