@@ -28,8 +28,10 @@ from asyncworker.settings import Settings, child_environment, load
 from asyncworker.testing import Document, FakeEngine
 from tests.site import BehaviourSite
 from tests.standin import Standin
-from tests.standin.fixtures import standin  # noqa: F401 -- a fixture
+from tests.standin.fixtures import standin
 from tests.waiting import eventually
+
+__all__ = ["standin"]
 
 #: What froze a loop did so for 3.5 s or more; a busy machine alone does for some tenths of a second.
 LONGEST_FREEZE_S = 2.0

@@ -28,8 +28,10 @@ from asyncworker.runtime import Attempt, Runtime, Session
 from asyncworker.settings import Settings, load
 from tests.site import BehaviourSite
 from tests.standin import Standin
-from tests.standin.fixtures import standin  # noqa: F401 -- a fixture
+from tests.standin.fixtures import standin
 from tests.waiting import eventually
+
+__all__ = ["standin"]
 
 PASSWORD = "s3cret/of the proxy"
 PROXY = "http://someone:s3cret%2Fof%20the%20proxy@127.0.0.1:9"
@@ -59,7 +61,7 @@ async def runtime_of(**settings: Any) -> AsyncIterator[Runtime]:
 
 
 @pytest.fixture
-async def runtime(standin: Standin) -> AsyncIterator[Runtime]:  # noqa: F811 -- the fixture
+async def runtime(standin: Standin) -> AsyncIterator[Runtime]:
     async with runtime_of() as runtime:
         yield runtime
 
@@ -172,7 +174,7 @@ async def test_a_default_time_limit_of_a_page_follows_what_is_left_of_the_messag
 
 
 async def test_a_launch_that_never_gets_ready_fails_at_its_limit_and_leaves_nothing(
-    standin: Standin,  # noqa: F811
+    standin: Standin,
 ) -> None:
     standin.faults(never_ready=True)
     async with runtime_of(launch_timeout_ms=1_500) as runtime:
@@ -186,7 +188,7 @@ async def test_a_launch_that_never_gets_ready_fails_at_its_limit_and_leaves_noth
 
 
 async def test_an_engine_that_ends_while_it_starts_is_reported_with_its_exit_code(
-    standin: Standin,  # noqa: F811
+    standin: Standin,
 ) -> None:
     standin.faults(exit_at_start=3, says_at_start="error while loading shared libraries: libgtk-3.so.0")
     async with runtime_of() as runtime:
@@ -199,7 +201,7 @@ async def test_an_engine_that_ends_while_it_starts_is_reported_with_its_exit_cod
 
 
 async def test_a_missing_engine_is_reported_at_once_and_never_fetched(
-    standin: Standin,  # noqa: F811
+    standin: Standin,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import invisible_core.download
@@ -219,7 +221,7 @@ async def test_a_missing_engine_is_reported_at_once_and_never_fetched(
 
 
 async def test_an_engine_that_vanishes_after_it_was_found_is_not_fetched_by_the_launch(
-    standin: Standin,  # noqa: F811
+    standin: Standin,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = InvisibleEngine._found
@@ -267,7 +269,7 @@ async def test_closing_does_not_wait_for_pages_that_sleep_in_the_clients_threads
 
 
 async def test_the_virtual_screen_ends_with_its_browser(
-    standin: Standin,  # noqa: F811
+    standin: Standin,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from tests.conftest import missing
@@ -328,7 +330,7 @@ async def test_a_call_that_meets_the_dying_pipe_is_known_as_a_crash(runtime: Run
 # --- place and proxies
 
 
-async def test_a_time_zone_that_cannot_be_found_names_the_setting(standin: Standin) -> None:  # noqa: F811
+async def test_a_time_zone_that_cannot_be_found_names_the_setting(standin: Standin) -> None:
     async with runtime_of(timezone=None, locale=None) as runtime:
         with pytest.raises(LaunchFailed, match=r"GeoTimezoneError.*set ASYNCWORKER_TIMEZONE"):
             async with runtime.session(Attempt(seed=1)):
@@ -336,7 +338,7 @@ async def test_a_time_zone_that_cannot_be_found_names_the_setting(standin: Stand
 
 
 async def test_the_password_of_a_proxy_is_in_no_error_log_or_repr(
-    standin: Standin,  # noqa: F811
+    standin: Standin,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -600,7 +602,7 @@ async def test_the_places_of_the_clients_inside_that_are_touched_are_where_they_
 
 
 async def test_a_launch_draws_the_same_identity_each_time_and_another_for_another_seed(
-    standin: Standin,  # noqa: F811
+    standin: Standin,
 ) -> None:
     for seed in (5, 6, 5):
         async with runtime_of() as runtime, runtime.session(Attempt(seed=seed)):
