@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -268,22 +269,58 @@ async def test_closing_does_not_wait_for_pages_that_sleep_in_the_clients_threads
     )
 
 
-async def test_the_virtual_screen_ends_with_its_browser(
-    standin: Standin,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from tests.conftest import missing
+#: A screen that is slow to come up, and slow to go: it has to be killed.
+_SLOW_SCREEN = """#!{python} -IS
+import os, signal, sys, time
 
-    if not Path("/usr/bin/Xvfb").exists():
-        missing("no Xvfb on this machine")
-    monkeypatch.delenv("INVPW_TRUE_HEADLESS")
-    async with runtime_of() as runtime, runtime.session(Attempt(seed=1)):
-        assert screens() == 1
-    assert screens() == 0
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+time.sleep(1)
+ready = int(sys.argv[sys.argv.index("-displayfd") + 1])
+os.write(ready, sys.argv[1][1:].encode() + b"\\n")
+os.close(ready)
+signal.pause()
+"""
 
 
 def screens() -> int:
     return sum(child.name() == "Xvfb" for child in psutil.Process().children(recursive=True))
+
+
+async def test_a_virtual_screen_comes_and_goes_with_its_browser_and_keeps_no_one_waiting(
+    standin: Standin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (programs := tmp_path / "bin").mkdir()
+    (programs / "Xvfb").write_text(_SLOW_SCREEN.format(python=sys.executable))
+    (programs / "Xvfb").chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+    monkeypatch.delenv("INVPW_TRUE_HEADLESS")
+    longest = 0.0
+
+    async def tick() -> None:
+        nonlocal longest
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.005)
+            longest = max(longest, time.monotonic() - before)
+
+    ticking = asyncio.create_task(tick())
+    async with runtime_of() as runtime, runtime.session(Attempt(seed=1)):
+        assert screens() == 1
+    ticking.cancel()
+    assert screens() == 0
+    assert longest < 0.9, "its start takes a second, its end three"
+
+
+async def test_a_machine_without_a_virtual_screen_is_told_what_to_install(
+    standin: Standin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("INVPW_TRUE_HEADLESS")
+    async with runtime_of() as runtime:
+        with pytest.raises(EngineMissing, match="apt-get install xvfb"):
+            async with runtime.session(Attempt(seed=1)):
+                pass
+    assert standin.launches() == []
 
 
 async def test_the_end_of_the_process_is_noticed_without_a_pidfd_too(
