@@ -9,7 +9,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     processes, scratch, engines/                whose process or directory is this; what launches a browser
     generation, launching, contexts, browser    one browser; how it and its contexts begin and end; their owner
     watch, loop, runtime                        one attempt on it
-    embedded, patience                          the edges: a broker to begin with, and waiting for one
+    embedded, patience, heartbeat               the edges: a broker to begin with, waiting for one, and who lives
     accounting                                  a row and a log line for each attempt
     middleware, retries, consumer, broker       what fires when, and the broker with all of it
     actor, deployment, actors                   @actor; the entry of `dramatiq asyncworker.actors`

@@ -1,4 +1,4 @@
-"""What takes messages off a queue in a worker, and loses none."""
+"""What takes messages off a queue in a worker, at once and without losing any."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import redis
 from dramatiq import ConnectionClosed, Message, MessageProxy
 from dramatiq.brokers.redis import _RedisConsumer
-from dramatiq.common import compute_backoff
+from dramatiq.common import q_name
 from dramatiq.errors import DecodeError
 
 from asyncworker.errors import BrokerUnavailable
@@ -21,13 +21,16 @@ logger = logging.getLogger("asyncworker.broker")
 
 T = TypeVar("T")
 
+#: An idle consumer looks for itself this often: a producer that is plain Dramatiq wakes no one.
+POLL_S = 1.0
+
 
 class WorkerConsumer(_RedisConsumer):
-    """Dramatiq's consumer, with every failure of the store as a connection error, so that it is tried again.
+    """Dramatiq's consumer, woken by what comes instead of looking for it.
 
-    It also fetches as soon as a thread is free. Dramatiq's sleeps for a growing pause while its worker holds all it
-    may, which with as many messages prefetched as there are threads leaves a thread without work for a tenth of
-    a second and more after each message.
+    Where its worker has no room it waits for a thread to become free; else it blocks in the store until it is woken,
+    or until the next delayed message is due. Every failure of the store is a connection error, so that the worker
+    tries it again.
     """
 
     broker: Any  # a WorkerBroker: what makes it stands below it in the map
@@ -35,66 +38,124 @@ class WorkerConsumer(_RedisConsumer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._freed = threading.Event()
+        self._next_due_ms = -1
+        #: What this worker holds of the queue, by id in the store; it outlives the consumer, which ends with each
+        #: failure of the store.
+        self._held: set[str] = self.broker.held(self.queue_name)
+        #: Fetched and not handed out yet: (id, body).
+        self._fetched: list[tuple[str, bytes | None]] = []
 
     def ack(self, message: MessageProxy) -> None:
-        self._patiently(lambda: super(WorkerConsumer, self).ack(message))
-        self._freed.set()
+        self._settle(message, self.broker.do_ack, "acknowledge a message")
 
     def nack(self, message: MessageProxy) -> None:
-        self._patiently(lambda: super(WorkerConsumer, self).nack(message))
-        self._freed.set()
+        self._settle(message, self.broker.do_nack, "reject a message")
 
     def requeue(self, messages: Iterable[MessageProxy]) -> None:
-        self._as_connection_error(lambda: super(WorkerConsumer, self).requeue(messages))
+        self._give_back([message.options["redis_message_id"] for message in messages])
+
+    def close(self) -> None:
+        """Give back what was fetched and handed to no one."""
+        held, self._fetched = self._fetched, []
+        try:
+            self._give_back([identifier for identifier, _ in held])
+        except ConnectionClosed as error:
+            logger.info("queue %r: %d messages are reclaimed later: %s", self.queue_name, len(held), error)
 
     def __next__(self) -> MessageProxy | None:
         while True:
-            if not self.message_cache:
+            if not self._fetched:
                 self._fetch()
-            if not self.message_cache:
-                self._pause()
+            if not self._fetched:
+                self._wait()
                 return None
-            self.misses = 0
-            message = self._read(self.message_cache.pop(0))
+            message = self._read(*self._fetched.pop(0))
             if message is not None:
-                self.queued_message_ids.add(message.message_id)
                 emit_receive(self.broker, message)
                 return message
 
-    def _pause(self) -> None:
-        """Nothing came: wait for a thread to become free, where some are for a growing time only."""
-        pause_ms = self.timeout
-        if self._room() > 0:
-            self.misses, pause_ms = compute_backoff(self.misses, max_backoff=self.timeout)
-        if self._freed.wait(pause_ms / 1000):
-            self.misses = 0
+    def _fetch(self) -> None:
+        self._freed.clear()  # before the look at the room: one that is freed from here on ends the wait
+        if (room := self._room()) <= 0:
+            return
+        # Others only ever take away from `held`, and only after the store has: so it is never less than there.
+        held = len(self._held)
+        answer = self._as_connection_error(lambda: self.broker.do_fetch(self.queue_name, room, held))
+        self._next_due_ms, lost, *rest = answer
+        self._fetched = [(identifier.decode(), body) for identifier, body in zip(rest[::2], rest[1::2], strict=True)]
+        self._held.update(identifier for identifier, _ in self._fetched)
+        if lost:
+            known = list(self._held)
+            count = self._as_connection_error(lambda: self.broker.do_reclaim(self.queue_name, *known))
+            logger.warning(
+                "queue %r: %d fetched messages had got lost on the way here; put back", self.queue_name, count
+            )
+
+    def _wait(self) -> None:
+        if self._room() <= 0:
+            self._freed.wait(POLL_S)
+            return
+        limit_s = POLL_S if self._next_due_ms < 0 else min(POLL_S, self._next_due_ms / 1000)
+        if limit_s > 0:
+            self._as_connection_error(lambda: self.broker.client.blpop(self.broker.wake_key(self.queue_name), limit_s))
 
     def _room(self) -> int:
-        room: int = self.prefetch - self.outstanding_message_count
+        room: int = self.prefetch - len(self._held)
         return room
 
-    def _fetch(self) -> None:
-        self._freed.clear()  # before the look at the room: one that is freed from here on ends the pause
-        if (room := self._room()) > 0:
-            self.message_cache = self._as_connection_error(lambda: self.broker.do_fetch(self.queue_name, room))
-
-    def _read(self, body: bytes | None) -> MessageProxy | None:
+    def _read(self, identifier: str, body: bytes | None) -> MessageProxy | None:
         """The message in `body`; None when it is none: it is in the dead letters then."""
         if body is None:  # its id was in the queue, its body is gone: flushed meanwhile
+            patiently(lambda: self.broker.do_ack(self.queue_name, identifier), "forget a flushed message")
+            self._held.discard(identifier)
             return None
         try:
-            message = MessageProxy(Message.decode(body))
+            message = Message.decode(body)
             reason = _misfit(message)
         except DecodeError as error:
             reason = str(error.error)
         if reason is None:
-            return message
-        self._reject_body(body, reason)
+            return MessageProxy(_undelayed(message, identifier))
+        logger.error(
+            "queue %r held a body that is no Dramatiq message (%s); it is in the dead letters as %s: %.200r",
+            self.queue_name,
+            reason,
+            identifier,
+            body,
+        )
+        patiently(lambda: self.broker.do_nack(self.queue_name, identifier), "reject a body")
+        self._held.discard(identifier)
         return None
 
-    def _patiently(self, work: Callable[[], None]) -> None:
+    def _settle(self, message: MessageProxy, command: Callable[[str, str], int], what: str) -> None:
         """Repeat an acknowledgement until it is taken: given up, the message would be run again."""
-        patiently(lambda: self._as_connection_error(work), "acknowledge a message")
+        identifier = message.options["redis_message_id"]
+        tries = 0
+
+        def settle() -> int:
+            nonlocal tries
+            tries += 1
+            return self._as_connection_error(lambda: command(self.queue_name, identifier))
+
+        try:
+            was_ours = patiently(settle, what)
+        finally:
+            self._held.discard(identifier)
+            self._freed.set()
+        if not was_ours and tries == 1:  # of a repeated one the first may have been taken
+            logger.warning(
+                "message %s (%s) was no longer this worker's when it was done: the worker had been taken for dead, and "
+                "another has it, or has run it too",
+                message.message_id,
+                message.actor_name,
+            )
+
+    def _give_back(self, identifiers: list[str]) -> None:
+        if not identifiers:
+            return
+        # Known no more, whatever becomes of the command: what it does not give back is reclaimed by the next fetch.
+        self._held.difference_update(identifiers)
+        self._as_connection_error(lambda: self.broker.do_requeue(self.queue_name, *identifiers))
 
     def _as_connection_error(self, work: Callable[[], T]) -> T:
         try:
@@ -104,36 +165,24 @@ class WorkerConsumer(_RedisConsumer):
         except BrokerUnavailable as error:
             raise ConnectionClosed(error) from error
 
-    def _reject_body(self, body: bytes, reason: str) -> None:
-        """Move a body that is no message to the dead letters, with its bytes as they came."""
-        identifier = self._identify(body)
-        logger.error(
-            "queue %r held a body that is no Dramatiq message (%s); it is in the dead letters as %s: %.200r",
-            self.queue_name,
-            reason,
-            identifier,
-            body,
-        )
-        if identifier is not None:
-            patiently(lambda: self.broker.do_nack(self.queue_name, identifier), "reject a body")
 
-    def _identify(self, body: bytes) -> str | None:
-        """The id under which this consumer fetched `body`: a fetch returns bodies only."""
-        namespace = self.broker.namespace
-        fetched = f"{namespace}:__acks__.{self.broker.broker_id}.{self.queue_name}"
-        client: Any = self.broker.client
-        identifiers = patiently(lambda: sorted(client.smembers(fetched)), "read what was fetched")
-        if not identifiers:
-            return None
-        bodies = patiently(
-            lambda: client.hmget(f"{namespace}:{self.queue_name}.msgs", identifiers), "read what was fetched"
-        )
-        matching = (identifier for identifier, other in zip(identifiers, bodies, strict=True) if other == body)
-        found = next(matching, None)
-        return found.decode() if found is not None else None
+def _undelayed(message: Message[Any], identifier: str) -> Message[Any]:
+    """A message whose delay is over lies in its queue as it was delayed."""
+    options = {name: value for name, value in message.options.items() if name != "eta"}
+    # Its id in the store is the one that it was fetched by, whatever its body says.
+    options["redis_message_id"] = identifier
+    return Message(
+        queue_name=q_name(message.queue_name),
+        actor_name=message.actor_name,
+        args=message.args,
+        kwargs=message.kwargs,
+        options=options,
+        message_id=message.message_id,
+        message_timestamp=message.message_timestamp,
+    )
 
 
-def _misfit(message: MessageProxy) -> str | None:
+def _misfit(message: Message[Any]) -> str | None:
     """Why a decoded body is still no message; None: it is one."""
     wanted = {
         "actor_name": str,
@@ -146,6 +195,4 @@ def _misfit(message: MessageProxy) -> str | None:
     for name, kind in wanted.items():
         if not isinstance(getattr(message, name), kind):
             return f"its {name} is {getattr(message, name)!r}"
-    if not isinstance(message.options.get("redis_message_id"), str):
-        return "its options have no redis_message_id"
     return None

@@ -63,13 +63,16 @@ class DeclarationError(ConfigurationError, TypeError):
 
 
 class BrokerUnavailable(AsyncworkerError):
-    """The broker did not take the message; nothing was sent. Start it, or correct ASYNCWORKER_BROKER_URL.
+    """The broker did not take the message. Start it, or correct ASYNCWORKER_BROKER_URL.
+
+    `sent` is False when nothing was sent, and None when the connection was lost before that was known.
 
     Not raised in a worker, which waits for its broker and goes on.
     """
 
-    fields = ("url",)
+    fields = ("url", "sent")
     url: str | None
+    sent: bool | None
 
 
 class RefusedMessage(AsyncworkerError):

@@ -162,6 +162,10 @@ class Settings(BaseSettings):
     stop_timeout_ms: Millis = Field(
         30_000, description="for attempts still running at the end of a shutdown, before they are cancelled"
     )
+    send_timeout_ms: Millis = Field(10_000, description="for the broker to take a message from a producer")
+    heartbeat_timeout_ms: Annotated[Millis, Field(ge=1_000)] = Field(
+        15_000, description="a worker that was not heard of for this long is dead, and its messages are run elsewhere"
+    )
     result_ttl_ms: Millis = Field(600_000, description="how long results are kept, unless the actor sets it")
 
     @field_validator("proxy")

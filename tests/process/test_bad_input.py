@@ -10,7 +10,6 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from dramatiq import Message
 
 from asyncworker.settings import as_environment, child_environment
 from tests.site import BehaviourSite
@@ -44,7 +43,6 @@ NO_MESSAGES = {
     "actor is a list": other_kinds(actor_name=["probe.text"]),
     "kwargs are a list": other_kinds(kwargs=[]),
     "options are a text": other_kinds(options="x"),
-    "no id of its queue": Message("default", "probe.text", ("x",), {}, {}).encode(),
 }
 
 

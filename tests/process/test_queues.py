@@ -1,0 +1,397 @@
+"""The broker in the store, against a real server: in one place each, woken at once, delayed, recovered, shared."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dramatiq
+import pytest
+import redis
+from dramatiq import Message, Worker
+from dramatiq.brokers.redis import RedisBroker
+from dramatiq.common import current_millis
+
+from asyncworker import embedded
+from asyncworker.broker import WorkerBroker
+from asyncworker.consumer import WorkerConsumer
+from asyncworker.errors import BrokerUnavailable
+from asyncworker.heartbeat import Heartbeat
+from tests.waiting import wait_until
+
+QUEUE = "default"
+
+
+class Store:
+    """A server with brokers of several processes' kind on it; each has connections of its own."""
+
+    def __init__(self, state_dir: Path) -> None:
+        embedded.ensure(state_dir)
+        self.path = str(embedded.socket_path(state_dir))
+        self.client: Any = self.connect()
+        self._clients = [self.client]
+
+    def connect(self) -> redis.Redis:
+        return redis.Redis(unix_socket_path=self.path, socket_timeout=10)
+
+    def ours(self, **options: Any) -> WorkerBroker:
+        broker = WorkerBroker(client=self._keep(self.connect()), where="the test's store", **options)
+        broker.declare_queue(QUEUE)
+        return broker
+
+    def plain(self) -> RedisBroker:
+        broker = RedisBroker(client=self._keep(self.connect()), middleware=[])
+        broker.declare_queue(QUEUE)
+        return broker
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+
+    def _keep(self, client: redis.Redis) -> redis.Redis:
+        self._clients.append(client)
+        return client
+
+    # where messages are
+
+    def waiting(self) -> list[str]:
+        return [each.decode() for each in self.client.lrange(f"dramatiq:{QUEUE}", 0, -1)]
+
+    def due(self) -> dict[str, float]:
+        return {key.decode(): at for key, at in self.client.zrange(f"dramatiq:{QUEUE}.DQ.due", 0, -1, withscores=True)}
+
+    def fetched(self, broker: RedisBroker) -> set[str]:
+        return {each.decode() for each in self.client.smembers(f"dramatiq:__acks__.{broker.broker_id}.{QUEUE}")}
+
+    def dead(self) -> list[str]:
+        return [each.decode() for each in self.client.zrange(f"dramatiq:{QUEUE}.XQ", 0, -1)]
+
+
+@pytest.fixture
+def store(state_dir: Path) -> Iterator[Store]:
+    store = Store(state_dir)
+    yield store
+    store.close()
+
+
+def message(*args: Any, **options: Any) -> Message[Any]:
+    return Message(QUEUE, "do", args, {}, options)
+
+
+def identifier(sent: Message[Any]) -> str:
+    found: str = sent.options["redis_message_id"]
+    return found
+
+
+def consumer_of(broker: WorkerBroker, *, prefetch: int = 8) -> WorkerConsumer:
+    consumer = broker.consume(QUEUE, prefetch=prefetch, timeout=1_000)
+    assert isinstance(consumer, WorkerConsumer)
+    return consumer
+
+
+def take(consumer: WorkerConsumer, *, within_s: float = 10) -> Any:
+    """The next message, waited for as a worker does."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        found = next(consumer)
+        if found is not None:
+            return found
+    raise AssertionError("no message came")
+
+
+def test_a_message_goes_from_the_producer_to_the_consumer_and_is_forgotten_when_it_is_acknowledged(
+    store: Store,
+) -> None:
+    producer, worker = store.ours(), store.ours()
+    sent = producer.enqueue(message("a"))
+    assert store.waiting() == [identifier(sent)]
+    consumer = consumer_of(worker)
+    received = take(consumer)
+    assert (received.args, received.message_id) == (("a",), sent.message_id)
+    assert store.waiting() == []
+    assert store.fetched(worker) == {identifier(sent)}
+    consumer.ack(received)
+    assert store.fetched(worker) == set()
+    assert worker.do_qsize(QUEUE) == 0
+
+
+def test_an_idle_consumer_is_woken_by_a_message_and_no_other_is(store: Store) -> None:
+    producer, workers = store.ours(), [store.ours() for _ in range(3)]
+    came: list[float] = []
+    looked: list[int] = []
+
+    def idle(broker: WorkerBroker) -> None:
+        consumer = consumer_of(broker)
+        assert next(consumer) is None  # one second at most, unless it is woken
+        looked.append(1)
+        if (found := next(consumer)) is not None:
+            came.append(time.monotonic())
+            consumer.ack(found)
+
+    threads = [threading.Thread(target=idle, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: _blocked(store) == 3, "all three are blocked")
+    sent_at = time.monotonic()
+    producer.enqueue(message("a"))
+    wait_until(lambda: came, "the message came")
+    assert came[0] - sent_at < 0.5, "the others would have looked after a second"
+    assert len(looked) == 1
+    for thread in threads:
+        thread.join()
+
+
+def _blocked(store: Store) -> int:
+    return int(store.client.info("clients")["blocked_clients"])
+
+
+def test_a_message_of_a_plain_producer_is_found_by_looking(store: Store) -> None:
+    sent = store.plain().enqueue(message("a"))
+    assert take(consumer_of(store.ours())).message_id == sent.message_id
+
+
+# --- delays
+
+
+def test_a_delayed_message_waits_in_the_store_until_it_is_due(store: Store) -> None:
+    producer, consumer = store.ours(), consumer_of(store.ours())
+    assert next(consumer) is None
+    sent = producer.enqueue(message("a"), delay=700)
+    due_at = sent.options["eta"]
+    received = take(consumer)
+    late_ms = current_millis() - due_at
+    assert 0 <= late_ms < 500, "waiting for the next look would take up to a second"
+    assert (received.message_id, received.queue_name, received.args) == (sent.message_id, QUEUE, ("a",))
+    assert "eta" not in received.options
+    consumer.ack(received)
+    assert store.ours().do_qsize(QUEUE) == 0
+
+
+def test_a_consumer_learns_of_an_earlier_message_while_it_waits_for_a_later_one(store: Store) -> None:
+    producer, consumer = store.ours(), consumer_of(store.ours())
+    producer.enqueue(message("late"), delay=60_000)
+    assert next(consumer) is None
+    producer.enqueue(message("soon"), delay=200)
+    assert take(consumer).args == ("soon",)
+    assert len(store.due()) == 1
+
+
+def test_a_delay_may_be_longer_than_seven_days(store: Store) -> None:
+    sent = store.ours().enqueue(message("a"), delay=30 * 24 * 3_600_000)
+    assert next(consumer_of(store.ours())) is None
+    assert list(store.due()) == [identifier(sent)]
+
+
+def test_what_a_plain_producer_has_delayed_is_served_when_it_is_due(store: Store) -> None:
+    sent = store.plain().enqueue(message("a"), delay=300)
+    received = take(consumer_of(store.ours()))
+    assert (received.message_id, received.queue_name) == (sent.message_id, QUEUE)
+    assert current_millis() >= sent.options["eta"]
+
+
+def test_an_unreadable_delayed_body_is_due_at_once_and_a_dead_letter(store: Store) -> None:
+    store.client.hset(f"dramatiq:{QUEUE}.DQ.msgs", "x", b"\xff no json")
+    store.client.rpush(f"dramatiq:{QUEUE}.DQ", "x")
+    consumer = consumer_of(store.ours())
+    assert next(consumer) is None
+    assert store.dead() == ["x"]
+    good = store.ours().enqueue(message("good"))
+    assert take(consumer).message_id == good.message_id
+
+
+def test_delayed_messages_take_no_memory_of_a_worker_and_are_each_served_once(store: Store) -> None:
+    producer = store.ours()
+    sent = {producer.enqueue(message(number), delay=4_000 + number % 7).message_id for number in range(500)}
+    consumers = [consumer_of(store.ours()) for _ in range(2)]
+    for consumer in consumers:
+        assert next(consumer) is None
+        assert consumer._fetched == []
+    received: list[str] = []
+    while len(received) < 500:
+        for consumer in consumers:
+            if (found := next(consumer)) is not None:
+                received.append(found.message_id)
+                consumer.ack(found)
+    assert set(received) == sent
+    assert len(received) == 500
+    assert all(next(consumer) is None for consumer in consumers)
+
+
+# --- death and recovery
+
+
+def silence(store: Store, broker: RedisBroker, *, for_ms: int) -> None:
+    """Let a broker have been heard of last so long ago."""
+    store.client.zadd("dramatiq:__heartbeats__", {broker.broker_id: current_millis() - for_ms})
+
+
+def test_what_a_dead_worker_held_is_run_again_first(store: Store) -> None:
+    producer, dead, alive = store.ours(), store.ours(), store.ours()
+    held = producer.enqueue(message("held"))
+    take(consumer_of(dead, prefetch=1))
+    producer.enqueue(message("later"))
+    silence(store, dead, for_ms=16_000)
+    assert alive.recover(QUEUE) == 1
+    received = take(consumer_of(alive))
+    assert received.message_id == held.message_id
+    assert store.client.zscore("dramatiq:__heartbeats__", dead.broker_id) is None
+
+
+def test_a_worker_that_was_heard_of_in_time_keeps_what_it_holds(store: Store) -> None:
+    producer, busy, other = store.ours(), store.ours(), store.ours()
+    producer.enqueue(message("held"))
+    take(consumer_of(busy))
+    silence(store, busy, for_ms=14_000)
+    assert other.recover(QUEUE) == 0
+    busy.recover(QUEUE)  # its heartbeat
+    assert other.recover(QUEUE) == 0
+    assert len(store.fetched(busy)) == 1
+
+
+def test_a_plain_worker_which_is_silent_while_busy_is_waited_for_longer(store: Store) -> None:
+    plain, alive = store.plain(), store.ours()
+    plain.enqueue(message("held"))
+    assert next(plain.consume(QUEUE)) is not None
+    silence(store, plain, for_ms=30_000)
+    assert alive.recover(QUEUE) == 0
+    silence(store, plain, for_ms=61_000)
+    assert alive.recover(QUEUE) == 1
+
+
+def test_who_comes_back_from_the_dead_cannot_acknowledge_what_another_has(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer, stopped, other = store.ours(), store.ours(), store.ours()
+    producer.enqueue(message("held"))
+    late, taken_by = consumer_of(stopped), consumer_of(other)
+    received = take(late)
+    silence(store, stopped, for_ms=16_000)
+    other.recover(QUEUE)
+    again = take(taken_by)
+    late.ack(received)
+    assert "no longer this worker's" in caplog.text
+    assert len(store.fetched(other)) == 1
+    assert other.do_qsize(QUEUE) == 1
+    taken_by.ack(again)
+    assert other.do_qsize(QUEUE) == 0
+
+
+def test_after_an_outage_no_one_is_taken_for_dead_before_everyone_could_be_heard(store: Store) -> None:
+    producer, first, second = store.ours(), store.ours(), store.ours()
+    producer.enqueue(message("held"))
+    take(consumer_of(second))
+    for broker in (first, second):
+        broker.recover(QUEUE)
+    for broker in (first, second):
+        silence(store, broker, for_ms=40_000)
+    assert first.recover(QUEUE) == 0, "the store was away, and so was everyone"
+    second.recover(QUEUE)
+    assert store.fetched(second) != set()
+
+
+def test_an_answer_that_was_lost_on_the_way_is_noticed_and_its_messages_are_put_back(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer, worker = store.ours(), store.ours()
+    sent = [producer.enqueue(message(number)) for number in range(3)]
+    consumer = consumer_of(worker)
+    worker.do_fetch(QUEUE, 2, 0)  # taken in the store; no one here has heard of it
+    received = [take(consumer) for _ in range(3)]
+    assert {each.message_id for each in received} == {each.message_id for each in sent}
+    assert "got lost on the way here" in caplog.text
+    for each in received:
+        consumer.ack(each)
+    assert worker.do_qsize(QUEUE) == 0
+
+
+def test_a_consumer_that_ends_gives_back_what_it_handed_to_no_one(store: Store) -> None:
+    producer, worker = store.ours(), store.ours()
+    sent = [producer.enqueue(message(number)) for number in range(3)]
+    consumer = consumer_of(worker)
+    first = take(consumer)
+    consumer.close()
+    assert store.waiting() == [identifier(each) for each in sent[1:]]
+    assert store.fetched(worker) == {identifier(first)} == {first.options["redis_message_id"]}
+
+
+def test_an_enqueue_that_is_repeated_is_one_message(store: Store) -> None:
+    broker = store.ours()
+    assert broker.do_enqueue(QUEUE, "1", message("a").encode()) == 1
+    assert broker.do_enqueue(QUEUE, "1", message("a").encode()) == 0
+    assert store.waiting() == ["1"]
+
+
+def test_a_producer_is_told_within_its_bound_that_nothing_was_sent() -> None:
+    client = redis.Redis(unix_socket_path="/nowhere/at/all.sock")
+    broker = WorkerBroker(client=client, where="nowhere", send_timeout_ms=600)
+    broker.declare_queue(QUEUE)
+    began = time.monotonic()
+    with pytest.raises(BrokerUnavailable, match="it was not sent") as caught:
+        broker.enqueue(message("a"))
+    assert 0.3 < time.monotonic() - began < 5
+    assert caught.value.sent is False
+    client.close()
+
+
+# --- beside plain Dramatiq, in both directions
+
+
+@pytest.fixture
+def served(store: Store) -> Iterator[Callable[[RedisBroker], list[Any]]]:
+    """Start a worker of a broker; returns what its actor `do` was called with."""
+    workers: list[Worker] = []
+
+    def serve(broker: RedisBroker) -> list[Any]:
+        calls: list[Any] = []
+        dramatiq.actor(lambda value: calls.append(value), actor_name="do", broker=broker, queue_name=QUEUE)
+        worker = Worker(broker, worker_timeout=100, worker_threads=2)
+        worker.start()
+        workers.append(worker)
+        return calls
+
+    yield serve
+    for worker in workers:
+        worker.stop()
+
+
+@pytest.mark.parametrize(("sender", "server"), [("ours", "plain"), ("plain", "ours"), ("ours", "ours")])
+def test_messages_delayed_or_not_go_between_ours_and_plain_dramatiq(
+    store: Store, served: Callable[[RedisBroker], list[Any]], sender: str, server: str
+) -> None:
+    producer: RedisBroker = getattr(store, sender)()
+    calls = served(getattr(store, server)())
+    for number in range(20):
+        producer.enqueue(message(number))
+        producer.enqueue(message(100 + number), delay=200)
+    wait_until(lambda: len(calls) == 40, "all were run")
+    assert sorted(calls) == [*range(20), *range(100, 120)]
+    wait_until(lambda: store.plain().do_qsize(QUEUE) == 0, "nothing is left")
+
+
+def test_a_worker_is_heard_of_while_all_its_threads_are_busy_and_its_end_is_known_at_once(store: Store) -> None:
+    broker = store.ours(heartbeat_timeout_ms=2_000)
+    broker.add_middleware(Heartbeat())
+    begun, over = threading.Event(), threading.Event()
+
+    def body() -> None:
+        begun.set()
+        over.wait(30)
+
+    dramatiq.actor(body, actor_name="do", broker=broker, queue_name=QUEUE)
+    worker = Worker(broker, worker_timeout=100, worker_threads=1)
+    worker.start()
+    try:
+        broker.enqueue(message())
+        assert begun.wait(10)
+        other, ends = store.ours(heartbeat_timeout_ms=2_000), time.monotonic() + 4
+        while time.monotonic() < ends:
+            assert other.recover(QUEUE) == 0
+            time.sleep(0.1)
+        over.set()
+        wait_until(lambda: broker.do_qsize(QUEUE) == 0, "it is done")
+    finally:
+        over.set()
+        worker.stop()

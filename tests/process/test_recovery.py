@@ -1,0 +1,46 @@
+"""Workers that die or stop: what they held is run by others, in time and once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.site import BehaviourSite
+from tests.waiting import wait_until
+from tests.workers import Deployment
+
+pytestmark = pytest.mark.needs_browser
+
+TIMEOUT_MS = 3_000
+
+
+@pytest.fixture
+def deployment(state_dir: Path) -> Iterator[Deployment]:
+    deployment = Deployment(state_dir, close_timeout_ms=8_000, heartbeat_timeout_ms=TIMEOUT_MS)
+    yield deployment
+    deployment.broker.close()
+    deployment.broker.client.close()
+
+
+def test_what_a_killed_worker_ran_and_held_is_run_by_the_next_in_time_and_nothing_more_is_sent(
+    deployment: Deployment, site: BehaviourSite
+) -> None:
+    with deployment.worker("-p", "1", "-t", "3") as worker:
+        messages = [deployment.send("probe.text", f"{site.url}/slow?ms=5000") for _ in range(3)]
+        wait_until(lambda: site.requests["/slow"] == 3, "three are in their pages")
+        messages += [deployment.send("probe.text", f"{site.url}/cookie/get") for _ in range(6)]
+        for pid in worker.workers:
+            os.kill(pid, signal.SIGKILL)
+        killed_at = time.monotonic()
+    with deployment.worker("-p", "1", "-t", "3"):
+        wait_until(lambda: site.requests["/slow"] == 6, "the three are run again")
+        assert time.monotonic() - killed_at < TIMEOUT_MS / 1000 + 10, "by chance it would take minutes"
+        for message in messages:
+            deployment.result(message)
+    rows = [deployment.rows(message) for message in messages]
+    assert [len(each) for each in rows] == [2, 2, 2, 1, 1, 1, 1, 1, 1], "what had not begun is no attempt"
