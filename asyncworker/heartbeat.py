@@ -48,7 +48,7 @@ class Heartbeat(Middleware):
             try:
                 for queue_name in _queues(broker, worker):
                     if recovered := broker.recover(queue_name):
-                        logger.warning("queue %r: %d messages of dead workers are run again", queue_name, recovered)
+                        logger.warning("queue %r: messages of dead workers that are run again: %d", queue_name, recovered)
                 away = False
             except (redis.RedisError, BrokerUnavailable) as error:
                 if not away:

@@ -44,3 +44,26 @@ def test_what_a_killed_worker_ran_and_held_is_run_by_the_next_in_time_and_nothin
             deployment.result(message)
     rows = [deployment.rows(message) for message in messages]
     assert [len(each) for each in rows] == [2, 2, 2, 1, 1, 1, 1, 1, 1], "what had not begun is no attempt"
+
+
+def test_a_worker_that_was_stopped_for_long_goes_on_and_cannot_acknowledge_what_another_has_run(
+    deployment: Deployment, site: BehaviourSite
+) -> None:
+    with deployment.worker("-p", "1", "-t", "1") as stopped:
+        message = deployment.send("probe.text", f"{site.url}/slow?ms=1500")
+        wait_until(lambda: site.requests["/slow"] == 1, "it is in its page")
+        (pid,) = stopped.workers
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with deployment.worker("-p", "1", "-t", "1") as other:
+                deployment.result(message)
+                assert "messages of dead workers that are run again: 1" in other.log
+                os.kill(pid, signal.SIGCONT)
+                stopped.wait_for_log("was no longer this worker's when it was done")
+                assert other.stop() == 0
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        again = deployment.send("probe.text", f"{site.url}/cookie/get")
+        assert deployment.result(again) == ""
+        assert stopped.stop() == 0
+    assert site.requests["/slow"] == 2
