@@ -48,7 +48,9 @@ class Heartbeat(Middleware):
             try:
                 for queue_name in _queues(broker, worker):
                     if recovered := broker.recover(queue_name):
-                        logger.warning("queue %r: messages of dead workers that are run again: %d", queue_name, recovered)
+                        logger.warning(
+                            "queue %r: messages of dead workers that are run again: %d", queue_name, recovered
+                        )
                 away = False
             except (redis.RedisError, BrokerUnavailable) as error:
                 if not away:
