@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -32,3 +34,34 @@ async def eventually(fact: Callable[[], T], what: str, *, timeout_ms: int = 30_0
             raise AssertionError(f"not within {timeout_ms} ms: {what} (last: {value!r})")
         await asyncio.sleep(0.01)
     return value
+
+
+@dataclass
+class LoopWatch:
+    """How long the running loop was not served at the most, in seconds."""
+
+    longest_s: float = 0.0
+    _served_at: float = field(default_factory=time.monotonic)
+
+    def note(self) -> None:
+        now = time.monotonic()
+        self.longest_s = max(self.longest_s, now - self._served_at)
+        self._served_at = now
+
+
+@contextlib.asynccontextmanager
+async def loop_watched() -> AsyncIterator[LoopWatch]:
+    """Tick on the loop during the block."""
+    watch = LoopWatch()
+
+    async def tick() -> None:
+        while True:
+            await asyncio.sleep(0.005)
+            watch.note()
+
+    ticking = asyncio.create_task(tick())
+    try:
+        yield watch
+    finally:
+        watch.note()
+        ticking.cancel()

@@ -29,7 +29,7 @@ from asyncworker.testing import Document, FakeEngine
 from tests.site import BehaviourSite
 from tests.standin import Standin
 from tests.standin.fixtures import standin
-from tests.waiting import eventually
+from tests.waiting import eventually, loop_watched
 
 __all__ = ["standin"]
 
@@ -126,19 +126,9 @@ async def subject(
 @pytest.fixture(autouse=True)
 async def loop_is_served() -> AsyncIterator[None]:
     """No test here may freeze the loop, whatever it does to the browser."""
-    longest = 0.0
-
-    async def tick() -> None:
-        nonlocal longest
-        while True:
-            began = time.monotonic()
-            await asyncio.sleep(0.005)
-            longest = max(longest, time.monotonic() - began)
-
-    ticking = asyncio.create_task(tick())
-    yield
-    ticking.cancel()
-    assert longest < LONGEST_FREEZE_S, f"the loop was not served for {longest:.1f} s"
+    async with loop_watched() as loop:
+        yield
+    assert loop.longest_s < LONGEST_FREEZE_S, f"the loop was not served for {loop.longest_s:.1f} s"
 
 
 async def test_a_context_has_an_open_page_that_shows_what_a_site_says(subject: Subject, site: BehaviourSite) -> None:

@@ -30,7 +30,7 @@ from asyncworker.settings import Settings, load
 from tests.site import BehaviourSite
 from tests.standin import Standin
 from tests.standin.fixtures import standin
-from tests.waiting import eventually
+from tests.waiting import eventually, loop_watched
 
 __all__ = ["standin"]
 
@@ -245,14 +245,11 @@ async def test_closing_does_not_wait_for_pages_that_sleep_in_the_clients_threads
     threads = set(threading.enumerate()) - before_launch
     assert len([thread for thread in threads if thread.name.startswith("juggler")]) >= 4
     await eventually(lambda: invisible_client._connection(launched._client)._transport._queue.empty(), "they sleep")
-    longest, began = 0.0, time.monotonic()
-    closing = asyncio.create_task(launched.close(500))
-    while not closing.done():
-        before = time.monotonic()
-        await asyncio.sleep(0.005)
-        longest = max(longest, time.monotonic() - before)
+    began = time.monotonic()
+    async with loop_watched() as loop:
+        await launched.close(500)
     assert time.monotonic() - began < 4
-    assert longest < 1
+    assert loop.longest_s < 1
     for task in sleeping:
         task.cancel()
     await asyncio.wait(sleeping)
@@ -286,21 +283,10 @@ async def test_a_virtual_screen_comes_and_goes_with_its_browser_and_keeps_no_one
     (programs / "Xvfb").chmod(0o755)
     monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
     monkeypatch.delenv("INVPW_TRUE_HEADLESS")
-    longest = 0.0
-
-    async def tick() -> None:
-        nonlocal longest
-        while True:
-            before = time.monotonic()
-            await asyncio.sleep(0.005)
-            longest = max(longest, time.monotonic() - before)
-
-    ticking = asyncio.create_task(tick())
-    async with runtime_of() as runtime, runtime.session(Attempt(seed=1)):
+    async with loop_watched() as loop, runtime_of() as runtime, runtime.session(Attempt(seed=1)):
         assert screens() == 1
-    ticking.cancel()
     assert screens() == 0
-    assert longest < 0.9, "its start takes a second, its end three"
+    assert loop.longest_s < 0.9, "its start takes a second, its end three"
 
 
 async def test_a_machine_without_a_virtual_screen_is_told_what_to_install(
