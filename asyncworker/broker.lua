@@ -29,6 +29,7 @@ local waiting = namespace .. ":" .. canonical
 local bodies = waiting .. ".msgs"
 local delayed = waiting .. ".DQ"
 local delayed_bodies = delayed .. ".msgs"
+local own_bodies = is_delayed and delayed_bodies or bodies
 local due = delayed .. ".due"
 local wake = waiting .. ".wake"
 local dead = waiting .. ".XQ"
@@ -96,11 +97,15 @@ local function next_due(at)
     return math.max(0, math.ceil(first[2] - at))
 end
 
--- Puts ids back at the front, the first of them first.
-local function put_back(ids)
+-- Puts ids at the front of a list, the first of them first.
+local function push_front(list, ids)
     for i = #ids, 1, -1 do
-        redis.call("lpush", waiting, ids[i])
+        redis.call("lpush", list, ids[i])
     end
+end
+
+local function put_back(ids)
+    push_front(waiting, ids)
     if #ids > 0 then wake_one() end
 end
 
@@ -112,9 +117,7 @@ local function take_from(who, name, its_bodies, its_list)
         if redis.call("hexists", its_bodies, id) == 1 then ids[#ids + 1] = id end
     end
     redis.call("del", acks)
-    for i = #ids, 1, -1 do
-        redis.call("lpush", its_list, ids[i])
-    end
+    push_front(its_list, ids)
     return #ids
 end
 
@@ -123,7 +126,7 @@ local commands = {}
 
 -- enqueue(id, body): 1 when it is new, 0 when it was there already: an enqueue may be repeated.
 function commands.enqueue(id, body)
-    local new = redis.call("hsetnx", is_delayed and delayed_bodies or bodies, id, body)
+    local new = redis.call("hsetnx", own_bodies, id, body)
     if new == 0 then return 0 end
     if is_delayed then
         redis.call("rpush", delayed, id)
@@ -167,19 +170,18 @@ end
 -- ack(id): 1 when it was this broker's to acknowledge, 0 when another has it, or has dealt with it.
 function commands.ack(id)
     if redis.call("srem", acks_of(broker, queue), id) == 0 then return 0 end
-    redis.call("hdel", is_delayed and delayed_bodies or bodies, id)
+    redis.call("hdel", own_bodies, id)
     return 1
 end
 
 -- nack(id): to the dead letters; answers as ack.
 function commands.nack(id)
     if redis.call("srem", acks_of(broker, queue), id) == 0 then return 0 end
-    local its_bodies = is_delayed and delayed_bodies or bodies
-    local body = redis.call("hget", its_bodies, id)
+    local body = redis.call("hget", own_bodies, id)
     if body then
         redis.call("zadd", dead, now(), id)
         redis.call("hset", dead_bodies, id, body)
-        redis.call("hdel", its_bodies, id)
+        redis.call("hdel", own_bodies, id)
     end
     return 1
 end

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from asyncworker.contexts import WEDGED_TIMEOUT_MS, Contexts, current_lease
+from asyncworker.contexts import Contexts, close_limit_ms, current_lease
 from asyncworker.engines import Engine, Launched
 from asyncworker.errors import BrowserCrashed, EngineError, ExitDrifted, ForkedBrowser, LaunchFailed, PhaseTimeout
 from asyncworker.generation import Clock, Generation, Lease, LoopClock
@@ -268,7 +268,7 @@ class BrowserHost:
             )
             self.counts["browsers_recycled"] += 1
             self._retire(generation)
-        if not generation.usable:
+        elif not generation.usable:
             self._retire(generation)
         self._announce()
 
@@ -301,10 +301,7 @@ class BrowserHost:
     def _end(self, generation: Generation) -> None:
         if generation.ending is not None:
             return
-        limit_ms = self._settings.close_timeout_ms
-        if generation.wedged:
-            limit_ms = min(limit_ms, WEDGED_TIMEOUT_MS)
-        generation.ending = self._spawn(generation.launched.close(limit_ms))
+        generation.ending = self._spawn(generation.launched.close(close_limit_ms(self._settings, generation)))
         generation.ending.add_done_callback(lambda _: self._ended(generation))
 
     def _ended(self, generation: Generation) -> None:

@@ -34,6 +34,12 @@ WEDGED_TIMEOUT_MS = 1_000
 current_lease: ContextVar[Lease | None] = ContextVar("asyncworker_lease", default=None)
 
 
+def close_limit_ms(settings: Settings, generation: Generation) -> int:
+    """How long a context of the generation, or its browser, may take to close."""
+    limit_ms = settings.close_timeout_ms
+    return min(limit_ms, WEDGED_TIMEOUT_MS) if generation.wedged else limit_ms
+
+
 class Contexts:
     """The contexts of one host.
 
@@ -87,9 +93,7 @@ class Contexts:
             return
         closing = asyncio.ensure_future(context.close())
         closing.add_done_callback(lambda done: done.cancelled() or done.exception())
-        limit_ms = self._settings.close_timeout_ms
-        if generation.wedged:
-            limit_ms = min(limit_ms, WEDGED_TIMEOUT_MS)
+        limit_ms = close_limit_ms(self._settings, generation)
         await asyncio.wait({closing, generation.gone}, timeout=limit_ms / 1000, return_when=asyncio.FIRST_COMPLETED)
         if not closing.done():
             if generation.lost is None:

@@ -45,8 +45,6 @@ class Generation:
     retired: bool = False
     #: It has let a step pass its limit: nothing of it is waited for at length any more.
     wedged: bool = False
-    #: Another one must take its place, though it answers: the exit that it announces is no longer its own.
-    stale: bool = False
     lost: str | None = None
     used_at: float = 0.0
     ending: asyncio.Task[None] | None = None
@@ -54,7 +52,7 @@ class Generation:
 
     @property
     def usable(self) -> bool:
-        return not (self.retired or self.stale) and self.lost is None
+        return not self.retired and self.lost is None
 
 
 @dataclass(eq=False)

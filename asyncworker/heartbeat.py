@@ -46,7 +46,7 @@ class Heartbeat(Middleware):
         away = False
         while not self._stop.wait(EVERY_S):
             try:
-                for queue_name in _queues(broker, worker):
+                for queue_name in consumed_queues(broker, worker):
                     if recovered := broker.recover(queue_name):
                         logger.warning(
                             "queue %r: messages of dead workers that are run again: %d", queue_name, recovered
@@ -58,7 +58,7 @@ class Heartbeat(Middleware):
                 away = True
 
 
-def _queues(broker: Broker, worker: Worker) -> list[str]:
-    """The queues that the worker consumes."""
+def consumed_queues(broker: Broker, worker: Worker) -> set[str]:
+    """The declared queues that the worker consumes."""
     wanted = {q_name(queue) for queue in worker.consumer_whitelist or ()}
-    return sorted(queue for queue in broker.get_declared_queues() if not wanted or queue in wanted)
+    return {queue for queue in broker.get_declared_queues() if not wanted or queue in wanted}

@@ -39,7 +39,6 @@ from typing import Any
 import redis
 from dramatiq import Broker, MessageProxy, Worker
 from dramatiq.asyncio import set_event_loop_thread
-from dramatiq.common import q_name
 from dramatiq.middleware import Middleware as DramatiqMiddleware
 from dramatiq.middleware import MiddlewareError
 
@@ -47,6 +46,7 @@ from asyncworker import processes, scratch
 from asyncworker.accounting import Accounting, keep_in_dead_letter, now_ms, outcome_of
 from asyncworker.engines import Engine
 from asyncworker.errors import AsyncworkerError, EngineError
+from asyncworker.heartbeat import consumed_queues
 from asyncworker.ledger import Ledger, Outcome, Row
 from asyncworker.loop import LoopThread
 from asyncworker.runtime import Attempt, Runtime, current_attempt, set_runtime
@@ -312,5 +312,4 @@ def _attempt(row: Row, limit_ms: float) -> Attempt:
 def _serves_sessions(broker: Broker, worker: Worker) -> bool:
     """True when one of the worker's queues belongs to an actor that receives a session."""
     queues = {actor.queue_name for actor in broker.actors.values() if actor.options.get(SESSION_OPTION)}
-    wanted = {q_name(queue) for queue in worker.consumer_whitelist or ()}
-    return bool(queues & wanted if wanted else queues)
+    return bool(queues & consumed_queues(broker, worker))

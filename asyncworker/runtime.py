@@ -139,6 +139,7 @@ class Runtime:
         self.settings = settings
         self.engine = engine or engines.create(settings)
         self.host = BrowserHost(self.engine, settings, clock=clock or LoopClock())
+        self._knows_home = False
         self._slots: contextlib.AbstractAsyncContextManager[object] = contextlib.nullcontext()
         #: Awaited with the attempt, the browser's generation and the identity whenever a session begins.
         self.on_session: Callable[[Attempt, int, Identity], Awaitable[None]] = _told_no_one
@@ -192,12 +193,14 @@ class Runtime:
 
     async def _know_home(self) -> None:
         """Tell the host once whose browser makes room for no other: the deployment's own."""
-        if self.host.home is None:
-            try:
-                seed = await asyncio.to_thread(self.default_seed)
-            except BrokerUnavailable:
-                return  # asked again by the next message
-            self.host.home = self.engine.launch_key(self.identity(seed))
+        if self._knows_home:
+            return
+        try:
+            seed = await asyncio.to_thread(self.default_seed)
+        except BrokerUnavailable:
+            return  # asked again by the next message
+        self.host.home = self.engine.launch_key(self.identity(seed))
+        self._knows_home = True
 
     async def close(self) -> None:
         """Close all browsers and the driver, each within its bound."""

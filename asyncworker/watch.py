@@ -75,7 +75,7 @@ class Watch:
         if hint is Fault.page_crashed:
             return self._page_error()
         if hint is Fault.exit_drifted:
-            self._lease.generation.stale = True
+            self._lease.generation.retired = True  # the host ends it when this lease is given back
             return drifted(self._engine.name, self._lease.generation, error)
         return None
 

@@ -7,7 +7,6 @@ core's version; a test fails when one of these places has moved.
 from __future__ import annotations
 
 import asyncio
-import logging
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ from asyncworker.engines.importing import import_quietly
 from asyncworker.identity import Identity
 from asyncworker.settings import Settings
 from asyncworker.urls import Proxy
-
-logger = logging.getLogger("asyncworker.engine")
 
 
 def create(settings: Settings, identity: Identity, token: processes.Token, executable: Path | None) -> Any:
