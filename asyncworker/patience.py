@@ -20,6 +20,9 @@ T = TypeVar("T")
 #: The pause before the next try, in ms: doubled from the first to the last.
 PAUSES_MS = (100, 5_000)
 
+#: The pause of a producer, whose wait is bounded.
+PAUSE_S = 0.2
+
 #: What a store says that will not always say so; in a pipeline it stands behind the command's number.
 PASSING = ("OOM", "used memory", "LOADING", "READONLY", "BUSY", "MASTERDOWN", "MISCONF", "CLUSTERDOWN", "TRYAGAIN")
 

@@ -18,10 +18,11 @@ from dramatiq import Message
 from dramatiq.results.errors import ResultFailure
 
 from asyncworker import processes
-from asyncworker.broker import WorkerBroker, make_broker
+from asyncworker.broker import make_broker
 from asyncworker.deployment import worker_command
 from asyncworker.ledger import Row
 from asyncworker.middleware import ledger_of
+from asyncworker.redis_broker import WorkerBroker
 from asyncworker.settings import Settings, as_environment, child_environment, load
 from tests.waiting import wait_until
 

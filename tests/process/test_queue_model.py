@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from asyncworker import embedded
-from asyncworker.broker import WorkerBroker
 from asyncworker.consumer import WorkerConsumer
+from asyncworker.redis_broker import WorkerBroker
 
 QUEUE = "default"
 

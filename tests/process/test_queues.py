@@ -16,10 +16,10 @@ from dramatiq.brokers.redis import RedisBroker
 from dramatiq.common import current_millis
 
 from asyncworker import embedded
-from asyncworker.broker import WorkerBroker
 from asyncworker.consumer import WorkerConsumer
 from asyncworker.errors import BrokerUnavailable
 from asyncworker.heartbeat import Heartbeat
+from asyncworker.redis_broker import WorkerBroker
 from tests.waiting import wait_until
 
 QUEUE = "default"

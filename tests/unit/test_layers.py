@@ -26,7 +26,7 @@ processes scratch
 engines.capabilities engines.importing engines.profile engines.lifeline engines.storage_state engines.invisible_client
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
 generation launching contexts browser watch loop runtime
-embedded patience heartbeat accounting middleware retries consumer broker actor
+embedded connecting patience heartbeat accounting middleware retries consumer redis_broker results broker actor
 asyncworker
 deployment actors
 commands installing doctor sending identities demo demo.site demo.run cli __main__

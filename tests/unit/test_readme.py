@@ -22,7 +22,7 @@ from dramatiq.cli import make_argument_parser
 from dramatiq.middleware import retries as dramatiq_retries
 
 import asyncworker
-from asyncworker import broker, consumer, errors, heartbeat, middleware, retries
+from asyncworker import consumer, errors, heartbeat, middleware, redis_broker, retries
 from asyncworker.engines import invisible
 from asyncworker.runtime import Session
 from asyncworker.settings import (
@@ -173,7 +173,9 @@ def test_the_figures_in_it_are_those_of_the_code() -> None:
         "not heard of for 15 s": settings.heartbeat_timeout_ms == 15_000,
         "heard of each second": heartbeat.EVERY_S == 1,
         "found within a second": consumer.POLL_S == 1,
-        "taken for dead after 60 s": broker.PLAIN_TIMEOUT_MS == dramatiq_redis.DEFAULT_HEARTBEAT_TIMEOUT == 60_000,
+        "taken for dead after 60 s": redis_broker.PLAIN_TIMEOUT_MS
+        == dramatiq_redis.DEFAULT_HEARTBEAT_TIMEOUT
+        == 60_000,
         "for seven days": dramatiq_redis.DEFAULT_DEAD_MESSAGE_TTL == 7 * 86_400_000,
     }.items():
         assert sentence in TEXT, f"README no longer says {sentence!r}: drop it here"

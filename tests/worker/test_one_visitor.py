@@ -19,10 +19,11 @@ from dramatiq import Message, Worker
 
 from asyncworker import Session, accounting, actor, cli, open_session, sending
 from asyncworker.accounting import Accounting
-from asyncworker.broker import WorkerBroker, make_broker
+from asyncworker.broker import make_broker
 from asyncworker.identity import Identity
 from asyncworker.ledger import MemoryLedger, Outcome, Row
 from asyncworker.middleware import BrowserMiddleware
+from asyncworker.redis_broker import WorkerBroker
 from asyncworker.runtime import Attempt
 from asyncworker.sending import Sent
 from asyncworker.settings import child_environment, load

@@ -1,0 +1,158 @@
+"""WorkerBroker: Dramatiq's Redis broker, with commands of its own in the store (broker.lua)."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import redis
+from dramatiq import Message
+from dramatiq.brokers.redis import RedisBroker
+from dramatiq.common import current_millis, dq_name
+
+from asyncworker.consumer import WorkerConsumer
+from asyncworker.errors import BrokerUnavailable
+from asyncworker.patience import PAUSE_S, passes, patiently
+
+_SCRIPT = (Path(__file__).parent / "broker.lua").read_text()
+
+#: By the start of its id a broker of ours is told from Dramatiq's own, which says nothing while its worker is busy
+#: and is waited for this long.
+OURS = "asyncworker-"
+PLAIN_TIMEOUT_MS = 60_000
+
+
+class WorkerBroker(RedisBroker):
+    """Dramatiq's Redis broker, with commands of its own in the store (broker.lua).
+
+    An enqueue wakes an idle consumer, delayed messages wait in the store, and a worker that died has its messages
+    taken back within the heartbeat timeout. The keys are Dramatiq's: its own workers and producers may stand on the
+    other side of a queue.
+
+    Parameters:
+        where: The broker in words, without its password, for errors.
+        heartbeat_timeout_ms: A worker that was not heard of for this long is taken for dead.
+        send_timeout_ms: How long a producer tries to have a message taken.
+    """
+
+    def __init__(
+        self, *, client: redis.Redis, where: str, heartbeat_timeout_ms: int = 15_000, send_timeout_ms: int = 10_000
+    ) -> None:
+        super().__init__(client=client, middleware=[], heartbeat_timeout=heartbeat_timeout_ms)
+        self.broker_id = f"{OURS}{uuid4()}"
+        self.where = where
+        self._send_timeout_ms = send_timeout_ms
+        self._script = client.register_script(_SCRIPT)
+        self._held: defaultdict[str, set[str]] = defaultdict(set)
+
+    @property
+    def consumer_class(self) -> type[WorkerConsumer]:
+        return WorkerConsumer
+
+    def held(self, queue_name: str) -> set[str]:
+        """The ids of what this process's worker holds of a queue."""
+        return self._held[queue_name]
+
+    def wake_key(self, queue_name: str) -> str:
+        """The list by which an idle consumer of a queue is woken."""
+        return f"{self.namespace}:{queue_name}.wake"
+
+    def declare_queue(self, queue_name: str) -> None:
+        """Declare a queue. Delayed messages wait in the store, so no consumer is made for them."""
+        if queue_name not in self.queues:
+            self.emit_before("declare_queue", queue_name)
+            self.queues.add(queue_name)
+            self.emit_after("declare_queue", queue_name)
+
+    def flush(self, queue_name: str) -> None:
+        """Drop all messages of a queue: waiting, delayed, and dead letters."""
+        self.do_purge(queue_name)
+
+    def recover(self, queue_name: str) -> int:
+        """Say that this process lives, and take back what dead workers hold of a queue; returns how many messages."""
+        recovered: int = self.do_recover(
+            queue_name, self.heartbeat_timeout, max(self.heartbeat_timeout, PLAIN_TIMEOUT_MS), self.dead_message_ttl
+        )
+        return recovered
+
+    def leave(self) -> None:
+        """Say that this process's worker has stopped: what it still holds is taken back at once, not in time."""
+        self.do_leave("")
+
+    def _dispatch(self, command: str) -> Callable[..., Any]:
+        def do(queue_name: str, *args: Any) -> Any:
+            return self._script(keys=[self.namespace], args=[command, queue_name, self.broker_id, *args])
+
+        return do
+
+    def enqueue(self, message: Message[Any], *, delay: int | None = None) -> Message[Any]:
+        """Enqueue a message, `delay` ms from now; there is no longest delay.
+
+        Raises:
+            BrokerUnavailable: When the broker did not take it in time; `sent` says whether it may have. Not after an
+                attempt: the retry, the next of a pipeline and a callback wait for the broker, since what is not
+                enqueued then is lost.
+        """
+        if _after_attempt.get():
+            return patiently(lambda: self._enqueue(message, delay), "enqueue what follows an attempt")
+        return self._enqueue(message, delay)
+
+    def emit_after(self, signal: str, *args: Any, **kwargs: Any) -> None:
+        if signal != "process_message":
+            super().emit_after(signal, *args, **kwargs)
+            return
+        token = _after_attempt.set(True)
+        try:
+            super().emit_after(signal, *args, **kwargs)
+        finally:
+            _after_attempt.reset(token)
+
+    def _enqueue(self, message: Message[Any], delay: int | None) -> Message[Any]:
+        queue_name, identifier, changes = message.queue_name, str(uuid4()), {}
+        options: dict[str, Any] = {}
+        if delay is not None:
+            queue_name, eta = dq_name(queue_name), current_millis() + delay
+            identifier = f"{identifier}@{eta}"  # where the store reads it
+            changes, options = {"queue_name": queue_name}, {"eta": eta}
+        message = message.copy(**changes, options=options | {"redis_message_id": identifier})
+        self.emit_before("enqueue", message, delay)
+        self._deliver(message, queue_name, identifier)
+        self.emit_after("enqueue", message, delay)
+        return message
+
+    def _deliver(self, message: Message[Any], queue_name: str, identifier: str) -> None:
+        """Have a message taken, within `send_timeout_ms`; repeated under its id, which the store takes once."""
+        body, deadline, may_be_sent = message.encode(), time.monotonic() + self._send_timeout_ms / 1000, False
+        while True:
+            try:
+                self.do_enqueue(queue_name, identifier, body)
+                return
+            except redis.RedisError as error:
+                may_be_sent = may_be_sent or _is_unclear(error)
+                if passes(error) and time.monotonic() + PAUSE_S < deadline:
+                    time.sleep(PAUSE_S)
+                    continue
+                outcome = "it may have been sent nevertheless" if may_be_sent else "it was not sent"
+                raise BrokerUnavailable(
+                    f"the broker ({self.where}) did not take message {message.message_id} for {message.actor_name} "
+                    f"within {self._send_timeout_ms} ms (ASYNCWORKER_SEND_TIMEOUT_MS): {error}; {outcome}",
+                    url=self.where,
+                    sent=None if may_be_sent else False,
+                ) from error
+
+
+def _is_unclear(error: redis.RedisError) -> bool:
+    """True when the connection was lost after the command may have gone out: no answer says what became of it."""
+    refused = isinstance(error.__cause__ or error.__context__, ConnectionRefusedError | FileNotFoundError)
+    return isinstance(error, redis.ConnectionError | redis.TimeoutError) and not (
+        refused or "connecting to" in str(error)
+    )
+
+
+#: True in a worker thread while the hooks after an attempt run.
+_after_attempt: ContextVar[bool] = ContextVar("asyncworker_after_attempt", default=False)
