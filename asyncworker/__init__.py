@@ -10,7 +10,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     generation, launching, contexts, browser    one browser; how it and its contexts begin and end; their owner
     watch, loop, runtime                        one attempt on it
     embedded, connecting, patience, heartbeat   the edges: a store to begin with, waiting for it, and who lives
-    accounting                                  a row and a log line for each attempt
+    accounting, settling                        a row and a log line for each attempt; what is done is told together
     middleware, retries, consumer               what fires when, and what takes messages off a queue
     redis_broker, results, broker               the broker, where results lie, and the order of all of it
     actor, deployment, actors                   @actor; the entry of `dramatiq asyncworker.actors`

@@ -1,7 +1,10 @@
 """The account that a worker process gives of its attempts: a row of the ledger for each, and a line in its log.
 
-A row is opened before the attempt, gains its identity at the attempt's first session, and is closed with the
-outcome. There a message is also compared with who it was when it first ran, and told who that was.
+A row is opened before the attempt of an actor with a session, gains its identity at the attempt's first session, and
+is closed with the outcome. There a message is also compared with who it was when it first ran, and told who that was.
+
+Where an actor has no session its attempts may be short beside a round trip to the store: their row is opened with the
+first session that the code itself opens, or after a second, and else written with the outcome.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ from asyncworker.visitor import Visitor, change
 
 logger = logging.getLogger("asyncworker.worker")
 
+#: The row of an attempt that still runs after this is opened, whatever it does; looked for this often.
+LATE_MS = 1_000
+
 #: A session waits this long for its identity to be in the ledger: then it is there also if the worker is killed.
 WRITE_TIMEOUT_S = 2.0
 
@@ -37,8 +43,9 @@ class _Running:
 
     message: MessageProxy
     row: Row
-    #: False when the ledger's store did not take the row.
+    #: True when the ledger has the row; `failed` when its store did not take it.
     recorded: bool = False
+    failed: bool = False
     #: Who the message was when it first ran; None: this is the first time, or no one knows.
     before: Visitor | None = None
     generation: int | None = None
@@ -46,6 +53,9 @@ class _Running:
     closed: bool = False
     #: Held while the row is written: a closed one must not be overwritten by what was known before.
     writing: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.begun_as = self.key
 
     @property
     def key(self) -> tuple[str, int]:
@@ -73,22 +83,65 @@ class Accounting:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._thread = threading.local()
+        self._stopping = threading.Event()
         self._open: dict[tuple[str | None, int], _Running] = {}
 
-    def begin(self, message: MessageProxy, row: Row) -> Row:
-        """Open the row of the attempt that this thread begins; the returned one has its number."""
+    def start(self) -> None:
+        """Look for attempts that run for long, until `stop`."""
+        self._stopping.clear()
+        threading.Thread(target=self._look_for_late, name="asyncworker-accounting", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def _look_for_late(self) -> None:
+        while not self._stopping.wait(LATE_MS / 1000):
+            self.record_late(at_ms=now_ms())
+
+    def begin(self, message: MessageProxy, row: Row, *, at_once: bool) -> Row:
+        """Begin the account of the attempt that this thread begins.
+
+        Parameters:
+            row: Numbered as far as the message knows.
+            at_once: Open it in the ledger, too; the returned one has its number there.
+        """
         running = self._thread.running = _Running(message, row, before=Visitor.in_options(message.options))
-        try:
-            running.row, running.recorded = self._ledger.open(row), True
-            if running.before is None and running.row.attempt > 1:
-                # A worker that was killed has told the ledger, and could not tell the message.
-                running.before = Visitor.in_rows(self._ledger.rows(row.message_id), row.seed)
-                if running.before is not None:
-                    running.before.write(message.options)
-        except redis.RedisError as error:
-            logger.warning("attempt of message %s is not in the ledger: %s", row.message_id, error)
+        if at_once:
+            self._record(running)
         self._open[running.key] = running
         return running.row
+
+    def _record(self, running: _Running) -> None:
+        """Open the row in the ledger."""
+        with running.writing:
+            if running.closed or running.recorded:
+                return
+            row = running.row
+            try:
+                running.row, running.recorded = self._ledger.open(row), True
+                if running.before is None and running.row.attempt > 1:
+                    # A worker that was killed has told the ledger, and could not tell the message.
+                    running.before = Visitor.in_rows(self._ledger.rows(row.message_id), row.seed)
+                    if running.before is not None:
+                        running.before.write(running.message.options)
+            except redis.RedisError as error:
+                running.failed = True
+                logger.warning("attempt of message %s is not in the ledger: %s", row.message_id, error)
+
+    def record_late(self, *, at_ms: int) -> None:
+        """Open the rows of attempts that run for long and have none yet."""
+        for running in list(self._open.values()):
+            if not running.recorded and not running.failed and at_ms - running.row.opened_ms >= LATE_MS:
+                self._record(running)
+
+    async def numbered(self, attempt: Attempt) -> Attempt:
+        """The attempt with its number in the ledger, where its row is opened now if it has none yet."""
+        running = self._open.get((attempt.message_id, attempt.number))
+        if running is None or running.recorded or running.failed:
+            return attempt
+        await asyncio.to_thread(self._record, running)
+        self._open[running.key] = running
+        return replace(attempt, number=running.row.attempt)
 
     async def session_began(self, attempt: Attempt, generation: int, identity: Identity) -> None:
         """Note the browser and the identity of an attempt's session; warns when its seed is another visitor now."""
@@ -114,12 +167,14 @@ class Accounting:
         self._thread.running = None
         if running is None:  # skipped before its attempt began
             return False
-        self._open.pop(running.key, None)
+        for key in (running.key, running.begun_as):
+            self._open.pop(key, None)
         error = f"{type(exception).__name__}: {exception}"[:500] if exception is not None else None
         with running.writing:
             running.closed = True
             row = replace(running.row, closed_ms=at_ms, outcome=outcome, generation=running.generation, error=error)
-        logger.info(
+        logger.log(
+            logging.INFO if running.recorded or exception is not None else logging.DEBUG,
             "message_id=%s actor=%s attempt=%d seed=%s%s browser=%s outcome=%s ms=%s",
             row.message_id,
             row.actor,
@@ -130,7 +185,9 @@ class Accounting:
             outcome,
             row.took_ms,
         )
-        if running.recorded:
+        if not running.recorded and not running.failed:
+            row = replace(row, attempt=0)
+        if not running.failed:
             patiently(lambda: self._ledger.close(row), "close the row of an attempt")
         return True
 

@@ -186,6 +186,44 @@ function commands.nack(id)
     return 1
 end
 
+-- Writes the row of an attempt that has ended in its place, or as the next; writing it again changes nothing. Returns
+-- why it was refused, if it was.
+local function close_row(key, number, text, kept_ms)
+    local answer
+    if number > 0 then
+        answer = redis.pcall("lset", key, number - 1, text)
+    else
+        answer = redis.pcall("lindex", key, -1)
+        if answer ~= text and not (type(answer) == "table" and answer.err) then
+            answer = redis.pcall("rpush", key, text)
+        end
+    end
+    local refusal = type(answer) == "table" and answer.err
+    if not refusal then
+        redis.call("pexpire", key, kept_ms)
+    elseif not (string.find(refusal, "no such key") or string.find(refusal, "out of range")) then  -- else: expired
+        return refusal
+    end
+end
+
+-- settle(command, count, id x count, kept_ms, key, number, text, key, number, text, ...): acks or nacks ids and closes
+-- rows. Answers for each id as the command does, and then with the position and the reason of each row refused.
+--
+-- The ids come first: a store that is full takes what makes room, and then in the same script the rows, too.
+function commands.settle(how, count, ...)
+    local given, answer = {...}, {}
+    count = tonumber(count)
+    for i = 1, count do answer[i] = commands[how](given[i]) end
+    for i = count + 2, #given, 3 do
+        local refusal = close_row(given[i], tonumber(given[i + 1]), given[i + 2], given[count + 1])
+        if refusal then
+            answer[#answer + 1] = (i - count - 2) / 3
+            answer[#answer + 1] = refusal
+        end
+    end
+    return answer
+end
+
 -- reclaim(id, ...): puts back what this broker's worker holds here beside these, and does not know of.
 function commands.reclaim(...)
     local known, lost = {}, {}

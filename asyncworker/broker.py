@@ -79,7 +79,7 @@ def make_broker(settings: Settings) -> WorkerBroker:
     broker.add_middleware(Heartbeat())
     for middleware in middleware_in_order(
         settings,
-        ledger=RedisLedger(client),
+        ledger=RedisLedger(client, behind=broker.settling.put),
         results=PatientResults(client=client),
         draw_seed=lambda: _stored_seed(client),
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -16,6 +17,8 @@ from dramatiq.errors import DecodeError
 from asyncworker.errors import BrokerUnavailable
 from asyncworker.middleware import emit_receive
 from asyncworker.patience import patiently
+from asyncworker.prefetch import Prefetch
+from asyncworker.settling import Done
 
 logger = logging.getLogger("asyncworker.broker")
 
@@ -23,6 +26,9 @@ T = TypeVar("T")
 
 #: An idle consumer looks for itself this often: a producer that is plain Dramatiq wakes no one.
 POLL_S = 1.0
+
+#: What was fetched ahead goes back when no thread is done with anything for so long.
+STUCK_S = 0.05
 
 
 class WorkerConsumer(_RedisConsumer):
@@ -38,69 +44,111 @@ class WorkerConsumer(_RedisConsumer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._freed = threading.Event()
-        self._next_due_ms = -1
+        self._prefetch = Prefetch(self.prefetch)  # Dramatiq's `prefetch` is the worker's threads here
+        #: A connection of its own: one that blocks serves no one else, and taking one from the pool costs as much as
+        #: a command.
+        self._client: redis.Redis | None = None
+        #: How long until the next delayed message is due; None: there is none.
+        self._next_due_s: float | None = 0
+        #: True when the last look left nothing: what comes wakes this consumer.
+        self._is_dry = False
         #: What this worker holds of the queue, by id in the store; it outlives the consumer, which ends with each
         #: failure of the store.
         self._held: set[str] = self.broker.held(self.queue_name)
         #: Fetched and not handed out yet: (id, body).
-        self._fetched: list[tuple[str, bytes | None]] = []
+        self._fetched: deque[tuple[str, bytes | None]] = deque()
 
     def ack(self, message: MessageProxy) -> None:
-        self._settle(message, self.broker.do_ack, "acknowledge a message")
+        """Have a message acknowledged, soon and for certain; this waits for nothing."""
+        self._settle(message, rejected=False)
 
     def nack(self, message: MessageProxy) -> None:
-        self._settle(message, self.broker.do_nack, "reject a message")
+        """Have a message moved to the dead letters, soon and for certain; this waits for nothing."""
+        self._settle(message, rejected=True)
+
+    def _settle(self, message: MessageProxy, *, rejected: bool) -> None:
+        identifier = message.options["redis_message_id"]
+
+        def taken(was_ours: bool | None) -> None:
+            self._settled(message, identifier, was_ours)
+
+        self.broker.settling.put(Done(self.queue_name, identifier, rejected, taken))
+        if self._prefetch.done(identifier):
+            self._freed.set()
 
     def requeue(self, messages: Iterable[MessageProxy]) -> None:
         self._give_back([message.options["redis_message_id"] for message in messages])
 
     def close(self) -> None:
         """Give back what was fetched and handed to no one."""
-        held, self._fetched = self._fetched, []
         try:
-            self._give_back([identifier for identifier, _ in held])
+            self._give_back_fetched()
         except ConnectionClosed as error:
-            logger.info("queue %r: %d messages are reclaimed later: %s", self.queue_name, len(held), error)
+            logger.info("queue %r: messages are reclaimed later: %s", self.queue_name, error)
+        if self._client is not None:
+            self._client.close()
+            self._client = None
 
     def __next__(self) -> MessageProxy | None:
         while True:
-            if not self._fetched:
-                self._fetch()
-            if not self._fetched:
-                self._wait()
+            if self.broker.is_stopping:
+                self._give_back_fetched()
+                self._freed.wait(STUCK_S)
                 return None
-            message = self._read(*self._fetched.pop(0))
+            self._freed.clear()  # before the look at what there is: what is done from here on ends the wait
+            if not self._fetched and (room := self._room()) > 0:
+                self._fetch(room)
+                if not self._fetched:
+                    return None
+            if not self._fetched or not self._prefetch.may_hand_out():
+                self._wait_for_a_thread()
+                return None
+            identifier, body = self._fetched.popleft()
+            message = self._read(identifier, body)
             if message is not None:
+                self._prefetch.hand_out(identifier)
                 emit_receive(self.broker, message)
                 return message
 
-    def _fetch(self) -> None:
-        self._freed.clear()  # before the look at the room: one that is freed from here on ends the wait
-        if (room := self._room()) <= 0:
-            return
+    def _fetch(self, room: int) -> None:
+        """Take up to `room` messages; where the last look left none, after waiting for one."""
+        wait_s = 0.0
+        if self._is_dry:
+            wait_s = POLL_S if self._next_due_s is None else min(POLL_S, self._next_due_s)
         # Others only ever take away from `held`, and only after the store has: so it is never less than there.
         held = len(self._held)
-        answer = self._as_connection_error(lambda: self.broker.do_fetch(self.queue_name, room, held))
-        self._next_due_ms, lost, *rest = answer
-        self._fetched = [(identifier.decode(), body) for identifier, body in zip(rest[::2], rest[1::2], strict=True)]
+        next_due_ms, lost, *rest = self._as_connection_error(
+            lambda: self.broker.fetch(self._own_client(), self.queue_name, room, held, wait_s)
+        )
+        self._next_due_s = next_due_ms / 1000 if next_due_ms >= 0 else None
+        self._fetched.extend((one.decode(), body) for one, body in zip(rest[::2], rest[1::2], strict=True))
         self._held.update(identifier for identifier, _ in self._fetched)
+        self._is_dry = len(self._fetched) < room
         if lost:
-            known = list(self._held)
-            count = self._as_connection_error(lambda: self.broker.do_reclaim(self.queue_name, *known))
-            logger.warning(
-                "queue %r: %d fetched messages had got lost on the way here; put back", self.queue_name, count
-            )
+            self._reclaim()
 
-    def _wait(self) -> None:
-        if self._room() <= 0:
+    def _reclaim(self) -> None:
+        known = list(self._held)
+        count = self._as_connection_error(lambda: self.broker.do_reclaim(self.queue_name, *known))
+        logger.warning("queue %r: %d fetched messages had got lost on the way here; put back", self.queue_name, count)
+        self._is_dry = False
+
+    def _own_client(self) -> redis.Redis:
+        if self._client is None:
+            self._client = self.broker.client.client()
+        return self._client
+
+    def _wait_for_a_thread(self) -> None:
+        if not self._fetched:
             self._freed.wait(POLL_S)
             return
-        limit_s = POLL_S if self._next_due_ms < 0 else min(POLL_S, self._next_due_ms / 1000)
-        if limit_s > 0:
-            self._as_connection_error(lambda: self.broker.client.blpop(self.broker.wake_key(self.queue_name), limit_s))
+        out = self._prefetch.out
+        if not self._freed.wait(STUCK_S) and self._prefetch.out == out:
+            self._prefetch.stuck()
+            self._give_back_fetched()
 
     def _room(self) -> int:
-        room: int = self.prefetch - len(self._held)
+        room: int = self._prefetch.most - len(self._held)
         return room
 
     def _read(self, identifier: str, body: bytes | None) -> MessageProxy | None:
@@ -127,28 +175,22 @@ class WorkerConsumer(_RedisConsumer):
         self._held.discard(identifier)
         return None
 
-    def _settle(self, message: MessageProxy, command: Callable[[str, str], int], what: str) -> None:
-        """Repeat an acknowledgement until it is taken: given up, the message would be run again."""
-        identifier = message.options["redis_message_id"]
-        tries = 0
-
-        def settle() -> int:
-            nonlocal tries
-            tries += 1
-            return self._as_connection_error(lambda: command(self.queue_name, identifier))
-
-        try:
-            was_ours = patiently(settle, what)
-        finally:
-            self._held.discard(identifier)
+    def _settled(self, message: MessageProxy, identifier: str, was_ours: bool | None) -> None:
+        self._held.discard(identifier)
+        if not self._fetched:  # else there is no room that it waits for
             self._freed.set()
-        if not was_ours and tries == 1:  # of a repeated one the first may have been taken
+        if was_ours is False:
             logger.warning(
                 "message %s (%s) was no longer this worker's when it was done: the worker had been taken for dead, and "
                 "another has it, or has run it too",
                 message.message_id,
                 message.actor_name,
             )
+
+    def _give_back_fetched(self) -> None:
+        fetched = [identifier for identifier, _ in self._fetched]
+        self._fetched.clear()
+        self._give_back(fetched)
 
     def _give_back(self, identifiers: list[str]) -> None:
         if not identifiers:

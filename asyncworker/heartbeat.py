@@ -27,18 +27,23 @@ class Heartbeat(Middleware):
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def before_worker_boot(self, broker: Broker, worker: Worker) -> None:
+    def before_worker_boot(self, broker: Any, worker: Worker) -> None:
+        broker.is_stopping = False
         self._stop.clear()
         self._thread = threading.Thread(
             target=self._run, args=(broker, worker), name="asyncworker-heartbeat", daemon=True
         )
         self._thread.start()
 
+    def before_worker_shutdown(self, broker: Any, worker: Worker) -> None:
+        broker.is_stopping = True
+
     def after_worker_shutdown(self, broker: Any, worker: Worker) -> None:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=2 * EVERY_S)
             self._thread = None
+        broker.settling.stop()
         with contextlib.suppress(redis.RedisError, BrokerUnavailable):  # then it is noticed by its silence
             broker.leave()
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -62,6 +62,15 @@ class Row:
         return None if self.closed_ms is None else self.closed_ms - self.opened_ms
 
 
+@dataclass(frozen=True)
+class ClosedRow:
+    """A row as Redis keeps it: the key of its message's list, its number there (0: it is the next), and its text."""
+
+    key: str
+    number: int
+    text: str
+
+
 class Ledger(Protocol):
     """What both ledgers do."""
 
@@ -71,7 +80,8 @@ class Ledger(Protocol):
     def close(self, row: Row) -> None:
         """Replace the row of the same message and attempt; nothing happens when it is known no more.
 
-        For the row's end, and before it to add what became known meanwhile, such as the identity.
+        For the row's end, and before it to add what became known meanwhile, such as the identity. A row whose
+        attempt is 0 was never opened: it becomes the message's next.
         """
 
     def rows(self, message_id: str) -> list[Row]:
@@ -99,6 +109,9 @@ class MemoryLedger:
             return opened
 
     def close(self, row: Row) -> None:
+        if row.attempt == 0:
+            self.open(row)
+            return
         with self._lock:
             rows = self._rows.get(row.message_id, [])
             if 1 <= row.attempt <= len(rows):
@@ -122,11 +135,17 @@ class RedisLedger:
 
     Keys: a list `<namespace>:attempts:<message_id>` of JSON rows, a JSON object `<namespace>:counts:<worker>`, and
     the set `<namespace>:workers` of those who have counted.
+
+    Parameters:
+        behind: Takes the rows of attempts that have ended and has them written soon; None: `close` writes them.
     """
 
-    def __init__(self, client: Any, *, namespace: str = "asyncworker") -> None:
+    def __init__(
+        self, client: Any, *, namespace: str = "asyncworker", behind: Callable[[ClosedRow], None] | None = None
+    ) -> None:
         self._client = client
         self._namespace = namespace
+        self._behind = behind
 
     def open(self, row: Row) -> Row:
         key = self._key(row.message_id)
@@ -138,9 +157,15 @@ class RedisLedger:
         return replace(row, attempt=int(number))
 
     def close(self, row: Row) -> None:
-        if row.attempt < 1:  # Redis would count such a place from the end
+        if row.attempt < 0:  # Redis would count such a place from the end
             return
         key = self._key(row.message_id)
+        if self._behind is not None and row.outcome is not Outcome.running:
+            self._behind(ClosedRow(key, row.attempt, _written(row)))
+            return
+        if row.attempt == 0:
+            self.open(row)
+            return
         with self._client.pipeline(transaction=False) as pipe:
             pipe.lset(key, row.attempt - 1, _written(row))
             pipe.pexpire(key, KEPT_MS)
@@ -163,7 +188,7 @@ class RedisLedger:
             self.counts()  # forgets those that are known no more, also where no one ever asks
 
     def counts(self) -> dict[str, dict[str, int]]:
-        workers = sorted(_text(worker) for worker in self._client.smembers(self._workers))
+        workers = sorted(text(worker) for worker in self._client.smembers(self._workers))
         stored = self._client.mget([self._counts_key(worker) for worker in workers]) if workers else []
         known = {worker: json.loads(counts) for worker, counts in zip(workers, stored, strict=True) if counts}
         if forgotten := [worker for worker in workers if worker not in known]:
@@ -188,12 +213,12 @@ _NO_SUCH_ROW = ("no such key", "index out of range")
 _FIELDS = tuple(field.name for field in fields(Row))
 
 
-def _text(value: bytes | str) -> str:
+def text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
 def _written(row: Row) -> str:
-    return json.dumps(asdict(row))
+    return json.dumps(vars(row))
 
 
 def _read(text: bytes | str) -> Row:

@@ -172,9 +172,11 @@ class BrowserMiddleware(Middleware):
         self._loop.start()
         set_event_loop_thread(self._loop)  # type: ignore[arg-type]  # Dramatiq's interface, not its class
         self._runtime = Runtime(self.settings, engine=self._engine)
+        self._runtime.on_attempt = self._accounting.numbered
         self._runtime.on_session = self._accounting.session_began
         self._runtime.default_seed = self.deployment_seed
         set_runtime(self._runtime, self._loop.loop)
+        self._accounting.start()
         threading.Thread(target=self._sweep, name="asyncworker-sweep", daemon=True).start()
         self._runtime.limit(self.settings.slots or DEFAULT_SLOTS)
         if _serves_sessions(broker, worker):
@@ -198,6 +200,7 @@ class BrowserMiddleware(Middleware):
         except TimeoutError:
             logger.error("the browsers did not close in time; killing them")
         finally:
+            self._accounting.stop()
             mine = processes.new_token()
             processes.kill(lambda token: (token.pid, token.born) == (mine.pid, mine.born))
             self._record_counts(runtime)
@@ -265,7 +268,8 @@ class BrowserMiddleware(Middleware):
             worker=self.worker_id,
             opened_ms=now_ms(),
         )
-        current_attempt.set(_attempt(self._accounting.begin(message, row), limit_ms))
+        row = self._accounting.begin(message, row, at_once=bool(actor.options.get(SESSION_OPTION)))
+        current_attempt.set(_attempt(row, limit_ms))
 
     def after_process_message(
         self,

@@ -17,7 +17,9 @@ from dramatiq.common import current_millis, dq_name
 
 from asyncworker.consumer import WorkerConsumer
 from asyncworker.errors import BrokerUnavailable
+from asyncworker.ledger import KEPT_MS, ClosedRow, text
 from asyncworker.patience import PAUSE_S, passes, patiently
+from asyncworker.settling import Settled, Settling
 
 _SCRIPT = (Path(__file__).parent / "broker.lua").read_text()
 
@@ -49,6 +51,9 @@ class WorkerBroker(RedisBroker):
         self._send_timeout_ms = send_timeout_ms
         self._script = client.register_script(_SCRIPT)
         self._held: defaultdict[str, set[str]] = defaultdict(set)
+        self.settling = Settling(self._settle)
+        #: True when this process's worker takes no more messages.
+        self.is_stopping = False
 
     @property
     def consumer_class(self) -> type[WorkerConsumer]:
@@ -79,6 +84,42 @@ class WorkerBroker(RedisBroker):
             queue_name, self.heartbeat_timeout, max(self.heartbeat_timeout, PLAIN_TIMEOUT_MS), self.dead_message_ttl
         )
         return recovered
+
+    def fetch(self, client: redis.Redis, queue_name: str, most: int, held: int, wait_s: float) -> list[Any]:
+        """Take messages off a queue, in one round trip with the wait for them.
+
+        Parameters:
+            client: A connection of the caller's own.
+            held: How many fetched messages the caller knows of.
+            wait_s: How long to wait to be woken first; 0: not at all.
+
+        Returns:
+            Milliseconds to the next delayed message or -1; how many fetched messages the caller does not know of;
+            then an id and a body for each message.
+        """
+        command = ("EVALSHA", self._script.sha, 1, self.namespace, "fetch", queue_name, self.broker_id, most, held)
+        with client.pipeline(transaction=False) as pipe:
+            if wait_s > 0:
+                # What follows is done when the wait is over.
+                pipe.execute_command("BLPOP", f"{self.namespace}:{queue_name}.wake", wait_s)
+            pipe.execute_command(*command)
+            answer = pipe.execute(raise_on_error=False)[-1]
+        if isinstance(answer, redis.exceptions.NoScriptError):
+            return list(self.do_fetch(queue_name, most, held))  # loads it
+        if isinstance(answer, Exception):
+            raise answer
+        return list(answer)
+
+    def _settle(self, queue_name: str, rejected: bool, identifiers: list[str], rows: list[ClosedRow]) -> Settled:
+        written = [part for row in rows for part in (row.key, row.number, row.text)]
+        answer = self.do_settle(
+            queue_name, "nack" if rejected else "ack", len(identifiers), *identifiers, KEPT_MS, *written
+        )
+        were_ours, refused = answer[: len(identifiers)], answer[len(identifiers) :]
+        return Settled(
+            [bool(each) for each in were_ours],
+            [(rows[place], text(reason)) for place, reason in zip(refused[::2], refused[1::2], strict=True)],
+        )
 
     def leave(self) -> None:
         """Say that this process's worker has stopped: what it still holds is taken back at once, not in time."""

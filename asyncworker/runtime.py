@@ -141,6 +141,8 @@ class Runtime:
         self.host = BrowserHost(self.engine, settings, clock=clock or LoopClock())
         self._knows_home = False
         self._slots: contextlib.AbstractAsyncContextManager[object] = contextlib.nullcontext()
+        #: Awaited with the attempt before its session is opened; gives it with its number in the ledger.
+        self.on_attempt: Callable[[Attempt], Awaitable[Attempt]] = _as_it_is
         #: Awaited with the attempt, the browser's generation and the identity whenever a session begins.
         self.on_session: Callable[[Attempt, int, Identity], Awaitable[None]] = _told_no_one
         #: Gives the deployment's seed; may ask the store, so it is called in a thread.
@@ -178,6 +180,7 @@ class Runtime:
             Unsupported: When the engine cannot do what the options or the code ask for.
             ConfigurationError: When the engine cannot draw the identity with the deployment's pins.
         """
+        attempt = await self.on_attempt(attempt)
         seed = await asyncio.to_thread(self.default_seed) if attempt.seed is None else attempt.seed
         identity = await self.engine.identify(self.identity(seed))
         await self._know_home()
@@ -303,6 +306,11 @@ def _facts(attempt: Attempt, identity: Identity, lease: Lease) -> dict[str, obje
     if identity.digest is not None:
         facts["identity"] = identity.digest
     return facts | {"browser": lease.generation.number}
+
+
+async def _as_it_is(attempt: Attempt) -> Attempt:
+    """Without a worker the number that an attempt has is the one it keeps."""
+    return attempt
 
 
 async def _told_no_one(attempt: Attempt, generation: int, identity: Identity) -> None:

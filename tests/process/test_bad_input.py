@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
+from dramatiq import Message
 
 from asyncworker.settings import as_environment, child_environment
 from tests.site import BehaviourSite
@@ -87,13 +89,17 @@ def test_messages_that_can_never_succeed_are_given_up_at_once_with_their_reason_
     with deployment.worker() as worker:
         for message, said in sent:
             assert said in deployment.failure(message)
-            assert [row.outcome for row in deployment.rows(message)] == ["rejected"]
+            wait_until(partial(is_rejected, deployment, message), "its only row is closed")
         assert "invalid URL" in deployment.failure(no_url), "Playwright's own error passes"
         assert deployment.result(good) == ""
         assert worker.stop() == 0
     assert f"undefined actor {unknown.actor_name!r}" in worker.log
     assert len(deployment.dead_letters()) == len(sent) + 2
     assert deployment.counts()["browsers_launched"] == 1
+
+
+def is_rejected(deployment: Deployment, message: Message[Any]) -> bool:
+    return [row.outcome for row in deployment.rows(message)] == ["rejected"]
 
 
 def start_and_fail(settings: dict[str, str], cwd: Path) -> tuple[int, str]:

@@ -19,6 +19,7 @@ from asyncworker import embedded
 from asyncworker.consumer import WorkerConsumer
 from asyncworker.errors import BrokerUnavailable
 from asyncworker.heartbeat import Heartbeat
+from asyncworker.ledger import ClosedRow
 from asyncworker.redis_broker import WorkerBroker
 from tests.waiting import wait_until
 
@@ -33,6 +34,7 @@ class Store:
         self.path = str(embedded.socket_path(state_dir))
         self.client: Any = self.connect()
         self._clients = [self.client]
+        self._brokers: list[WorkerBroker] = []
 
     def connect(self) -> redis.Redis:
         return redis.Redis(unix_socket_path=self.path, socket_timeout=10)
@@ -40,6 +42,7 @@ class Store:
     def ours(self, **options: Any) -> WorkerBroker:
         broker = WorkerBroker(client=self._keep(self.connect()), where="the test's store", **options)
         broker.declare_queue(QUEUE)
+        self._brokers.append(broker)
         return broker
 
     def plain(self) -> RedisBroker:
@@ -48,6 +51,8 @@ class Store:
         return broker
 
     def close(self) -> None:
+        for broker in self._brokers:
+            broker.settling.stop()
         for client in self._clients:
             client.close()
 
@@ -114,8 +119,8 @@ def test_a_message_goes_from_the_producer_to_the_consumer_and_is_forgotten_when_
     assert store.waiting() == []
     assert store.fetched(worker) == {identifier(sent)}
     consumer.ack(received)
+    wait_until(lambda: worker.do_qsize(QUEUE) == 0, "it was forgotten")
     assert store.fetched(worker) == set()
-    assert worker.do_qsize(QUEUE) == 0
 
 
 def test_an_idle_consumer_is_woken_by_a_message_and_no_other_is(store: Store) -> None:
@@ -125,9 +130,10 @@ def test_an_idle_consumer_is_woken_by_a_message_and_no_other_is(store: Store) ->
 
     def idle(broker: WorkerBroker) -> None:
         consumer = consumer_of(broker)
-        assert next(consumer) is None  # one second at most, unless it is woken
+        assert next(consumer) is None  # there is nothing
+        found = next(consumer)  # one second at most, unless it is woken
         looked.append(1)
-        if (found := next(consumer)) is not None:
+        if found is not None:
             came.append(time.monotonic())
             consumer.ack(found)
 
@@ -208,7 +214,7 @@ def test_delayed_messages_take_no_memory_of_a_worker_and_are_each_served_once(st
     consumers = [consumer_of(store.ours()) for _ in range(2)]
     for consumer in consumers:
         assert next(consumer) is None
-        assert consumer._fetched == []
+        assert not consumer._fetched
     received: list[str] = []
     while len(received) < 500:
         for consumer in consumers:
@@ -272,11 +278,11 @@ def test_who_comes_back_from_the_dead_cannot_acknowledge_what_another_has(
     other.recover(QUEUE)
     again = take(taken_by)
     late.ack(received)
-    assert "no longer this worker's" in caplog.text
+    wait_until(lambda: "no longer this worker's" in caplog.text, "it was told so")
     assert len(store.fetched(other)) == 1
     assert other.do_qsize(QUEUE) == 1
     taken_by.ack(again)
-    assert other.do_qsize(QUEUE) == 0
+    wait_until(lambda: other.do_qsize(QUEUE) == 0, "the other's was taken")
 
 
 def test_after_an_outage_no_one_is_taken_for_dead_before_everyone_could_be_heard(store: Store) -> None:
@@ -304,7 +310,49 @@ def test_an_answer_that_was_lost_on_the_way_is_noticed_and_its_messages_are_put_
     assert "got lost on the way here" in caplog.text
     for each in received:
         consumer.ack(each)
-    assert worker.do_qsize(QUEUE) == 0
+    wait_until(lambda: worker.do_qsize(QUEUE) == 0, "all were forgotten")
+
+
+def test_a_full_store_takes_what_is_done_which_makes_room(store: Store) -> None:
+    producer, worker = store.ours(), store.ours()
+    sent = [producer.enqueue(message(number)) for number in range(3)]
+    consumer = consumer_of(worker)
+    first, second, _ = [take(consumer) for _ in range(3)]
+    store.client.config_set("maxmemory", 1)
+    consumer.ack(first)
+    consumer.nack(second)
+    wait_until(lambda: store.fetched(worker) == {identifier(sent[2])}, "both were taken")
+    assert store.dead() == [identifier(sent[1])]
+    worker.settling.put(ClosedRow("asyncworker:attempts:m", 0, "{}"))
+    consumer.ack(second)  # any that goes after the row
+    store.client.config_set("maxmemory", 0)
+    wait_until(lambda: store.client.lrange("asyncworker:attempts:m", 0, -1) == [b"{}"], "the row was taken later")
+
+
+def test_a_row_that_is_written_again_is_one_row(store: Store) -> None:
+    broker = store.ours()
+    for _ in range(2):
+        assert broker.do_settle("", "ack", 0, 60_000, "asyncworker:attempts:m", 0, "first") == []
+    for _ in range(2):
+        assert broker.do_settle("", "ack", 0, 60_000, "asyncworker:attempts:m", 0, "next") == []
+    assert store.client.lrange("asyncworker:attempts:m", 0, -1) == [b"first", b"next"]
+    assert store.client.pttl("asyncworker:attempts:m") > 0
+
+
+def test_a_row_of_another_kind_of_key_keeps_no_message_from_being_settled(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer, worker = store.ours(), store.ours()
+    producer.enqueue(message("a"))
+    consumer = consumer_of(worker)
+    received = take(consumer)
+    store.client.set("asyncworker:attempts:m", "no list")
+    for number in (0, 1):
+        worker.settling.put(ClosedRow("asyncworker:attempts:m", number, "{}"))
+    consumer.ack(received)
+    wait_until(lambda: worker.do_qsize(QUEUE) == 0, "it was forgotten")
+    assert worker.settling.stop()
+    assert caplog.text.count("refuses a row of asyncworker:attempts:m: WRONGTYPE") == 2
 
 
 def test_a_consumer_that_ends_gives_back_what_it_handed_to_no_one(store: Store) -> None:

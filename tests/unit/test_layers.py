@@ -26,7 +26,8 @@ processes scratch
 engines.capabilities engines.importing engines.profile engines.lifeline engines.storage_state engines.invisible_client
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
 generation launching contexts browser watch loop runtime
-embedded connecting patience heartbeat accounting middleware retries consumer redis_broker results broker actor
+embedded connecting patience settling heartbeat accounting middleware retries
+prefetch consumer redis_broker results broker actor
 asyncworker
 deployment actors
 commands installing doctor sending identities demo demo.site demo.run cli __main__
@@ -36,7 +37,7 @@ fakes testing pytest_plugin
 LAYER = {name: number for number, line in enumerate(LAYERS.strip().splitlines()) for name in line.split()}
 
 #: No queue below this line, but for the loop thread, which speaks Dramatiq's interrupts.
-EDGES = LAYER["broker"]
+EDGES = LAYER["patience"]
 
 BROWSER_LIBRARIES = {"playwright", "invisible_playwright", "invisible_core"}
 

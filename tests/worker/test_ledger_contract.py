@@ -105,11 +105,17 @@ def test_a_row_may_be_closed_twice_and_the_last_word_stands(book: Ledger) -> Non
     assert [row.outcome for row in book.rows("m1")] == [Outcome.rejected]
 
 
-@pytest.mark.parametrize("attempt", [-1, 0, 2])
+@pytest.mark.parametrize("attempt", [-1, 2])
 def test_closing_an_attempt_that_was_never_opened_changes_nothing(book: Ledger, attempt: int) -> None:
     book.open(OPENED)
     book.close(replace(OPENED, attempt=attempt, outcome=Outcome.failed))
     assert book.rows("m1") == [OPENED]
+
+
+def test_an_attempt_that_is_closed_without_a_number_is_the_messages_next(book: Ledger) -> None:
+    book.open(OPENED)
+    book.close(replace(OPENED, attempt=0, outcome=Outcome.succeeded))
+    assert book.rows("m1") == [OPENED, replace(OPENED, attempt=2, outcome=Outcome.succeeded)]
 
 
 def test_closing_a_row_of_a_message_that_is_known_no_more_changes_nothing(book: Ledger) -> None:

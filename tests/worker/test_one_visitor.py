@@ -327,7 +327,8 @@ async def test_a_late_identity_does_not_open_a_closed_row_again(monkeypatch: pyt
     ledger = MemoryLedger()
     account = Accounting(ledger)
     message: Any = dramatiq.MessageProxy(Message("default", "quick", (), {"seed": 42}, {}))
-    row = account.begin(message, Row(message.message_id, 1, "quick", 42, "host:7", 1_000))
+    begun = Row(message.message_id, 1, "quick", 42, "host:7", 1_000)
+    row = account.begin(message, begun, at_once=True)
     entered, released = threading.Event(), threading.Event()
     write = account._write
 
