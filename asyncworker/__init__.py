@@ -9,9 +9,10 @@ A map, top to bottom; each file may import what stands above it in its group or 
     processes, scratch, engines/                whose process or directory is this; what launches a browser
     generation, launching, contexts, browser    one browser; how it and its contexts begin and end; their owner
     watch, loop, runtime                        one attempt on it
-    embedded, connecting, patience, heartbeat   the edges: a store to begin with, waiting for it, and who lives
+    embedded, connecting, patience              the edges: a store to begin with, and waiting for it
+    heartbeat, alarm                            who lives; what is due
     accounting, settling                        a row and a log line for each attempt; what is done is told together
-    middleware, retries, consumer               what fires when, and what takes messages off a queue
+    middleware, retries, prefetch, consumer     what fires when, and what takes messages off a queue
     redis_broker, results, broker               the broker, where results lie, and the order of all of it
     actor, deployment, actors                   @actor; the entry of `dramatiq asyncworker.actors`
     commands, installing, doctor, sending       the command `asyncworker`,

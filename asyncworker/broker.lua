@@ -167,6 +167,14 @@ function commands.fetch(most, held)
     return answer
 end
 
+-- ring(): serves what is due, and wakes one consumer for it.
+function commands.ring()
+    local at = now()
+    ingest(at)
+    release(at)
+    if redis.call("llen", waiting) > 0 and redis.call("llen", wake) == 0 then wake_one() end
+end
+
 -- ack(id): 1 when it was this broker's to acknowledge, 0 when another has it, or has dealt with it.
 function commands.ack(id)
     if redis.call("srem", acks_of(broker, queue), id) == 0 then return 0 end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -41,6 +42,9 @@ class WorkerConsumer(_RedisConsumer):
 
     broker: Any  # a WorkerBroker: what makes it stands below it in the map
 
+    #: Seconds that it waits before it looks for itself.
+    poll_s = POLL_S
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._freed = threading.Event()
@@ -48,8 +52,8 @@ class WorkerConsumer(_RedisConsumer):
         #: A connection of its own: one that blocks serves no one else, and taking one from the pool costs as much as
         #: a command.
         self._client: redis.Redis | None = None
-        #: How long until the next delayed message is due; None: there is none.
-        self._next_due_s: float | None = 0
+        #: When the next delayed message is due, by the monotonic clock; None: there is none.
+        self._due_at: float | None = None
         #: True when the last look left nothing: what comes wakes this consumer.
         self._is_dry = False
         #: What this worker holds of the queue, by id in the store; it outlives the consumer, which ends with each
@@ -112,15 +116,15 @@ class WorkerConsumer(_RedisConsumer):
 
     def _fetch(self, room: int) -> None:
         """Take up to `room` messages; where the last look left none, after waiting for one."""
-        wait_s = 0.0
-        if self._is_dry:
-            wait_s = POLL_S if self._next_due_s is None else min(POLL_S, self._next_due_s)
+        if self._is_dry and self._due_at is not None and self._due_at < time.monotonic() + self.poll_s:
+            self.broker.alarm.set(self.queue_name, self._due_at)
+        wait_s = self.poll_s if self._is_dry else 0.0
         # Others only ever take away from `held`, and only after the store has: so it is never less than there.
         held = len(self._held)
         next_due_ms, lost, *rest = self._as_connection_error(
             lambda: self.broker.fetch(self._own_client(), self.queue_name, room, held, wait_s)
         )
-        self._next_due_s = next_due_ms / 1000 if next_due_ms >= 0 else None
+        self._due_at = time.monotonic() + next_due_ms / 1000 if next_due_ms >= 0 else None
         self._fetched.extend((one.decode(), body) for one, body in zip(rest[::2], rest[1::2], strict=True))
         self._held.update(identifier for identifier, _ in self._fetched)
         self._is_dry = len(self._fetched) < room
@@ -140,7 +144,7 @@ class WorkerConsumer(_RedisConsumer):
 
     def _wait_for_a_thread(self) -> None:
         if not self._fetched:
-            self._freed.wait(POLL_S)
+            self._freed.wait(self.poll_s)
             return
         out = self._prefetch.out
         if not self._freed.wait(STUCK_S) and self._prefetch.out == out:

@@ -43,6 +43,7 @@ class Heartbeat(Middleware):
         if self._thread is not None:
             self._thread.join(timeout=2 * EVERY_S)
             self._thread = None
+        broker.alarm.stop()
         broker.settling.stop()
         with contextlib.suppress(redis.RedisError, BrokerUnavailable):  # then it is noticed by its silence
             broker.leave()

@@ -15,6 +15,7 @@ from dramatiq import Message
 from dramatiq.brokers.redis import RedisBroker
 from dramatiq.common import current_millis, dq_name
 
+from asyncworker.alarm import Alarm
 from asyncworker.consumer import WorkerConsumer
 from asyncworker.errors import BrokerUnavailable
 from asyncworker.ledger import KEPT_MS, ClosedRow, text
@@ -52,6 +53,7 @@ class WorkerBroker(RedisBroker):
         self._script = client.register_script(_SCRIPT)
         self._held: defaultdict[str, set[str]] = defaultdict(set)
         self.settling = Settling(self._settle)
+        self.alarm = Alarm(self._ring)
         #: True when this process's worker takes no more messages.
         self.is_stopping = False
 
@@ -109,6 +111,9 @@ class WorkerBroker(RedisBroker):
         if isinstance(answer, Exception):
             raise answer
         return list(answer)
+
+    def _ring(self, queue_name: str) -> None:
+        self.do_ring(queue_name)
 
     def _settle(self, queue_name: str, rejected: bool, identifiers: list[str], rows: list[ClosedRow]) -> Settled:
         written = [part for row in rows for part in (row.key, row.number, row.text)]

@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import redis
-from dramatiq import ConnectionClosed
 
-from asyncworker.errors import BrokerUnavailable
 from asyncworker.ledger import ClosedRow
 from asyncworker.patience import passes, patiently
 

@@ -60,7 +60,7 @@ class Queue(RuleBasedStateMachine):
         if worker not in self.consumers:
             consumer = self.workers[worker].consume(QUEUE, prefetch=3)
             assert isinstance(consumer, WorkerConsumer)
-            consumer._wait = lambda: None  # type: ignore[method-assign]  # the model waits for nothing
+            consumer.poll_s = 0.0  # the model waits for nothing
             self.consumers[worker] = consumer
         return self.consumers[worker]
 
@@ -105,6 +105,7 @@ class Queue(RuleBasedStateMachine):
         identifier = message.options["redis_message_id"]
         was_its_own = self.client.sismember(self.acks(worker), identifier)
         (self.consumer(worker).nack if fails else self.consumer(worker).ack)(message)
+        assert self.workers[worker].settling.stop(), "the store has taken it"
         if was_its_own:
             (self.dead if fails else self.done).add(identifier)
 

@@ -226,6 +226,15 @@ def test_delayed_messages_take_no_memory_of_a_worker_and_are_each_served_once(st
     assert all(next(consumer) is None for consumer in consumers)
 
 
+def test_a_delayed_message_begins_when_it_is_due_however_seldom_the_store_looks_at_its_clock(store: Store) -> None:
+    store.client.config_set("hz", 1)  # a wait that ends in time there ends with the next second
+    producer, consumer = store.ours(), consumer_of(store.ours())
+    assert next(consumer) is None
+    sent = producer.enqueue(message("a"), delay=300)
+    take(consumer)
+    assert current_millis() - sent.options["eta"] < 300
+
+
 # --- death and recovery
 
 

@@ -26,7 +26,7 @@ processes scratch
 engines.capabilities engines.importing engines.profile engines.lifeline engines.storage_state engines.invisible_client
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
 generation launching contexts browser watch loop runtime
-embedded connecting patience settling heartbeat accounting middleware retries
+embedded connecting patience settling alarm heartbeat accounting middleware retries
 prefetch consumer redis_broker results broker actor
 asyncworker
 deployment actors
