@@ -52,6 +52,7 @@ class Store:
 
     def close(self) -> None:
         for broker in self._brokers:
+            broker.alarm.stop()
             broker.settling.stop()
         for client in self._clients:
             client.close()

@@ -31,10 +31,11 @@ def rung() -> Rung:
 
 @pytest.fixture
 def alarm(rung: Rung) -> Iterator[Alarm]:
+    before = set(threading.enumerate())
     alarm = Alarm(rung.ring)
     yield alarm
     alarm.stop()
-    assert "asyncworker-alarm" not in {thread.name for thread in threading.enumerate()}
+    assert set(threading.enumerate()) <= before
 
 
 def test_each_queue_is_rung_for_at_its_time(alarm: Alarm, rung: Rung) -> None:
