@@ -111,7 +111,7 @@ class WorkerConsumer(_RedisConsumer):
             return None
         try:
             message = Message.decode(body)
-            reason = _misfit(message)
+            reason = misfit(message)
         except DecodeError as error:
             reason = str(error.error)
         if reason is None:
@@ -182,7 +182,7 @@ def _undelayed(message: Message[Any], identifier: str) -> Message[Any]:
     )
 
 
-def _misfit(message: Message[Any]) -> str | None:
+def misfit(message: Message[Any]) -> str | None:
     """Why a decoded body is still no message; None: it is one."""
     wanted = {
         "actor_name": str,
