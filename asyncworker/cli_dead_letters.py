@@ -77,7 +77,7 @@ def duration_ms(text: str) -> int:
     Raises:
         typer.BadParameter: When it is none, or has no unit.
     """
-    matched = re.fullmatch(r"(\d{1,12})\s*([a-z]+)", text.strip())
+    matched = re.fullmatch(r"([0-9]{1,12})\s*([a-z]+)", text.strip())
     if matched is None or matched[2] not in _UNITS_MS:
         raise typer.BadParameter(f"{text!r} is no age; write it as 500ms, 90s, 15m, 2h or 3d")
     return int(matched[1]) * _UNITS_MS[matched[2]]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 HEADER = ("queue", "waiting", "delayed", "running", "lost", "dead", "oldest", "")
 
-Name = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue's name.")]
+Name = Annotated[str, typer.Argument(help="The queue's name.")]
 
 
 def add_to(app: typer.Typer) -> None:

@@ -433,6 +433,32 @@ def test_a_message_for_an_unknown_actor_says_so_in_its_dead_letter(deployment: D
     assert "nobody" in listed["error"]
 
 
+@pytest.mark.needs_browser
+def test_a_dead_letter_has_the_seed_that_its_worker_gave_it_and_what_its_only_attempt_raised(
+    deployment: Deployment,
+) -> None:
+    with deployment.worker("-p", "1", "-t", "1", "-Q", "default") as worker:
+        sent = deployment.send("probe.text", "no-url")
+        wait_until(lambda: deployment.dead_letters(), "it is given up")
+        assert worker.stop() == 0
+    (listed,) = facts(deployment, "dead", "list")["dead"]
+    (row,) = deployment.rows(sent)
+    assert isinstance(listed["seed"], int)
+    assert (listed["seed"], listed["error"]) == (row.seed, row.error)
+
+
+def test_only_who_holds_a_message_writes_into_it(deployment: Deployment) -> None:
+    deployment.broker.do_enqueue(QUEUE, "m", b"sent")
+    with contextlib.closing(_client(deployment)) as client:
+        other = WorkerBroker(client=client, where="the test's store")
+        assert other.do_fetch(QUEUE, 1, 0)[2] == b"m"
+        key = f"dramatiq:{QUEUE}.msgs"
+        assert (deployment.broker.do_rewrite(QUEUE, "m", b"his"), client.hget(key, "m")) == (0, b"sent")
+        assert (other.do_rewrite(QUEUE, "m", b"its own"), client.hget(key, "m")) == (1, b"its own")
+        other.do_ack(QUEUE, "m")
+        assert (other.do_rewrite(QUEUE, "m", b"late"), client.hget(key, "m")) == (0, None)
+
+
 def test_a_retried_message_is_what_it_was_but_for_what_its_attempts_have_used_up(deployment: Deployment) -> None:
     identity = {"identity_seed": 5, "identity_digest": "abc", "identity_drawn_by": "x 1"}
     kept = identity | {"pipe_target": {"a": 1}, "max_retries": 3}
