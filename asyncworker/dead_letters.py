@@ -70,6 +70,8 @@ class Letter:
             reason = misfit(message)
         except DecodeError as error:
             reason = f"its body is no message: {error.error}"
+        if reason is None and not _is_text(place.key):
+            reason = "its id in the store is no text"
         return cls(place, body, message if reason is None else None, reason)
 
     @property
@@ -248,7 +250,8 @@ class DeadLetters:
             for word, letters in found.items():
                 if letter.id.startswith(word) or letter.store_id.startswith(word):
                     letters.append(letter)
-        return [self._only(word, letters) for word, letters in found.items()]
+        only = [self._only(word, letters) for word, letters in found.items()]
+        return list({letter.place: letter for letter in only}.values())
 
     def attempts(self, letter: Letter) -> list[Row]:
         """What the ledger knows of its attempts, first to last."""
@@ -318,6 +321,14 @@ def _slices(places: Iterable[Place]) -> Iterator[tuple[str, list[Place]]]:
     for queue, group in groupby(in_order, attrgetter("queue")):
         while slice_ := list(islice(group, SLICE)):
             yield queue, slice_
+
+
+def _is_text(key: bytes) -> bool:
+    try:
+        key.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _text(value: object) -> str | None:
