@@ -138,7 +138,7 @@ def list_dead(
     if not found:
         say("no dead letters" if wanted == Wanted() else "no dead letter is like that")
     if more:
-        say(f"there are more than these {limit}: --limit shows more", errors)
+        say(f"there are more than {limit}: --limit shows them", errors)
 
 
 @dead.command(epilog=CODES)

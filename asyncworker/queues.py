@@ -181,8 +181,9 @@ def open_broker(settings: Settings) -> Iterator[WorkerBroker]:
     except redis.RedisError as error:
         is_away = isinstance(error, redis.ConnectionError | redis.TimeoutError)
         what = "is away" if is_away else "refuses what it is asked"
+        reason = str(error).partition(" script: ")[0]  # which script it was means nothing to anyone
         raise BrokerUnavailable(
-            f"the broker ({broker.where}) {what}: {error}; what it did before that stays done; `asyncworker doctor` "
+            f"the broker ({broker.where}) {what}: {reason}; what it did before that stays done; `asyncworker doctor` "
             "says more",
             url=broker.where,
         ) from error

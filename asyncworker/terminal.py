@@ -7,6 +7,7 @@ import sys
 from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
@@ -34,7 +35,7 @@ def print_facts(facts: dict[str, Any], as_json: bool, sentence: str) -> None:
 
 def table_width(rows: list[tuple[str, ...]]) -> int:
     """How wide a table of these cells is that has no box: 0 for none."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     return sum(widths) + 2 * len(widths[1:])
 
 

@@ -69,4 +69,4 @@ def test_an_age_that_is_none_is_refused(text: str) -> None:
 
 def test_the_width_of_a_table_is_that_of_its_longest_cells() -> None:
     assert terminal.table_width([]) == 0
-    assert terminal.table_width([("queue", "dead"), ("a", "12345")]) == 5 + 2 + 5
+    assert terminal.table_width([("queue", "dead"), ("日本語", "12345")]) == 6 + 2 + 5
