@@ -15,8 +15,9 @@ A map, top to bottom; each file may import what stands above it in its group or 
     middleware, retries, prefetch, consumer     what fires when, and what takes messages off a queue
     redis_broker, results, broker               the broker, where results lie, and the order of all of it
     actor, deployment, actors                   @actor; the entry of `dramatiq asyncworker.actors`
-    commands, installing, doctor, sending       the command `asyncworker`,
-    identities, demo/, cli                      with its demo
+    commands, installing, doctor, sending       what the command `asyncworker` does,
+    queues, dead_letters, identities, demo/     with its demo
+    terminal, cli_dead_letters, cli_queues, cli its words, and what it prints
     fakes, testing, pytest_plugin               for users' tests and ours
 
 Browser libraries are imported on use: importing this package costs a producer no 0.4 s.

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import threading
 import time
+import traceback
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,6 +36,13 @@ LATE_MS = 1_000
 
 #: A session waits this long for its identity to be in the ledger: then it is there also if the worker is killed.
 WRITE_TIMEOUT_S = 2.0
+
+#: Options of a dead letter: what its last attempt raised, in a sentence and as Dramatiq's retries keep it.
+ERROR_OPTION = "last_error"
+TRACEBACK_OPTION = "traceback"
+
+#: As many frames as Dramatiq's retries keep.
+FRAMES = 30
 
 
 @dataclass
@@ -169,7 +177,7 @@ class Accounting:
             return False
         for key in (running.key, running.begun_as):
             self._open.pop(key, None)
-        error = f"{type(exception).__name__}: {exception}"[:500] if exception is not None else None
+        error = _sentence(exception) if exception is not None else None
         with running.writing:
             running.closed = True
             row = replace(running.row, closed_ms=at_ms, outcome=outcome, generation=running.generation, error=error)
@@ -219,10 +227,17 @@ def outcome_of(exception: BaseException | None) -> Outcome:
     return Outcome.failed
 
 
+def _sentence(exception: BaseException) -> str:
+    return f"{type(exception).__name__}: {exception}"[:500]
+
+
 def keep_in_dead_letter(broker: Broker, message: MessageProxy) -> None:
-    """Have the stored body, which becomes the dead letter, carry who the message was at its first session."""
-    visitor = Visitor.in_options(message.options)
-    if visitor is None or not isinstance(broker, RedisBroker):
+    """Have the stored body, which becomes the dead letter, carry what its last attempt has found out.
+
+    That is its seed, who the message was at its first session, and what the attempt raised.
+    """
+    found = _found_out(message)
+    if not found or not isinstance(broker, RedisBroker):
         return
     client: Any = broker.client
     key, identifier = f"{broker.namespace}:{message.queue_name}.msgs", message.options["redis_message_id"]
@@ -232,11 +247,22 @@ def keep_in_dead_letter(broker: Broker, message: MessageProxy) -> None:
         if body is None:  # another worker has dealt with it
             return
         stored: Message[object] = Message.decode(body)
-        if Visitor.in_options(stored.options) != visitor:
-            visitor.write(stored.options)
-            client.hset(key, identifier, stored.encode())
+        stored.options.update(found)
+        if (seed := message.kwargs.get("seed")) is not None:  # where its producer gave it none, its worker did
+            stored.kwargs["seed"] = seed
+        broker.do_rewrite(message.queue_name, identifier, stored.encode())
 
-    patiently(keep, "write a message's identity into its dead letter")
+    patiently(keep, "write into a dead letter what became of it")
+
+
+def _found_out(message: MessageProxy) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if (visitor := Visitor.in_options(message.options)) is not None:
+        visitor.write(found)
+    if (exception := message._exception) is not None:
+        found[ERROR_OPTION] = _sentence(exception)
+        found[TRACEBACK_OPTION] = "".join(traceback.format_exception(exception, limit=FRAMES))
+    return found
 
 
 def now_ms() -> int:

@@ -12,6 +12,8 @@
 --
 --   <namespace>:<queue>.DQ.due                sorted set of delayed ids by when they are due
 --   <namespace>:<queue>.wake                  list that idle consumers block on; what is pushed wakes one of them
+--   <namespace>:<queue>.paused                since when the queue is paused; there is none while it is not
+--   <namespace>:__queues__                    sorted set of queues by when a worker consumed them last
 --   <namespace>:__away__                      there while no one is taken for dead, since the store was away itself
 --
 -- A delayed id is in the list .DQ (whoever pops it owns it) or in .DQ.due, never in both; when it is due, its body
@@ -34,7 +36,9 @@ local due = delayed .. ".due"
 local wake = waiting .. ".wake"
 local dead = waiting .. ".XQ"
 local dead_bodies = dead .. ".msgs"
+local paused = waiting .. ".paused"
 local heartbeats = namespace .. ":__heartbeats__"
+local consumed = namespace .. ":__queues__"
 local away = namespace .. ":__away__"
 local function acks_of(who, name) return namespace .. ":__acks__." .. who .. "." .. name end
 
@@ -46,8 +50,12 @@ local function now()
     return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- Wakes one idle consumer; where none is idle, what is pushed waits for the next that is.
+local function is_paused() return redis.call("exists", paused) == 1 end
+
+-- Wakes one idle consumer; where none is idle, what is pushed waits for the next that is. Of a paused queue none is
+-- woken: it would look in vain.
 local function wake_one()
+    if is_paused() then return end
     redis.call("rpush", wake, 1)
     redis.call("pexpire", wake, DAY_MS)
 end
@@ -89,8 +97,9 @@ local function release(at)
     end
 end
 
--- How long from now the next delayed message is due, in ms; -1: there is none.
+-- How long from now the next delayed message is due, in ms; -1: there is none, or no one may fetch it then.
 local function next_due(at)
+    if is_paused() then return -1 end
     if redis.call("llen", delayed) > 0 then return 0 end
     local first = redis.call("zrange", due, 0, 0, "WITHSCORES")
     if not first[2] then return -1 end
@@ -121,6 +130,23 @@ local function take_from(who, name, its_bodies, its_list)
     return #ids
 end
 
+-- Was a broker not heard of for so long that its worker is dead?
+--
+-- Dramatiq's consumers say nothing while their worker is busy, so more is waited for before one is taken for dead.
+local function is_silent(who, heard_at, at, timeout, plain_timeout)
+    local is_ours = string.sub(who, 1, 12) == "asyncworker-"
+    return tonumber(heard_at) <= at - (is_ours and timeout or plain_timeout)
+end
+
+local function is_dead_since(id, died)
+    return tonumber(redis.call("zscore", dead, id) or -1) == tonumber(died)
+end
+
+local function drop_bodies(its_bodies, ids)
+    if #ids > 0 then redis.call("hdel", its_bodies, unpack(ids)) end
+    return #ids
+end
+
 
 local commands = {}
 
@@ -148,7 +174,7 @@ function commands.fetch(most, held)
     ingest(at)
     release(at)
     local answer = {0, math.max(0, redis.call("scard", acks_of(broker, canonical)) - held)}
-    local ids = redis.call("lpop", waiting, tonumber(most)) or {}
+    local ids = is_paused() and {} or redis.call("lpop", waiting, tonumber(most)) or {}
     if #ids > 0 then
         redis.call("sadd", acks_of(broker, canonical), unpack(ids))
         local found = redis.call("hmget", bodies, unpack(ids))
@@ -232,6 +258,13 @@ function commands.settle(how, count, ...)
     return answer
 end
 
+-- rewrite(id, body): another body for what this broker has fetched; answers as ack.
+function commands.rewrite(id, body)
+    if redis.call("sismember", acks_of(broker, queue), id) == 0 then return 0 end
+    redis.call("hset", own_bodies, id, body)
+    return 1
+end
+
 -- reclaim(id, ...): puts back what this broker's worker holds here beside these, and does not know of.
 function commands.reclaim(...)
     local known, lost = {}, {}
@@ -258,13 +291,12 @@ function commands.requeue(...)
 end
 
 -- recover(timeout, timeout of Dramatiq's own brokers, ttl of dead letters): how many messages came back.
---
--- Dramatiq's consumers say nothing while their worker is busy, so more is waited for before one is taken for dead.
 function commands.recover(timeout, plain_timeout, dead_ttl)
     local at = now()
     local before = redis.call("zscore", heartbeats, broker)
     local last = redis.call("zrange", heartbeats, -1, -1, "WITHSCORES")
     heard_of(at)
+    redis.call("zadd", consumed, at, canonical)
     -- No one was heard of for long, this broker neither: the store was away. Everyone gets the time to be heard again.
     if before and at - before > timeout / 2 and at - last[2] > timeout / 2 then
         redis.call("set", away, 1, "PX", timeout)
@@ -272,8 +304,7 @@ function commands.recover(timeout, plain_timeout, dead_ttl)
     if redis.call("exists", away) == 1 then return 0 end
     local recovered = 0
     for _, who in ipairs(redis.call("zrangebyscore", heartbeats, "-inf", at - timeout)) do
-        local is_ours = string.sub(who, 1, 12) == "asyncworker-"
-        if is_ours or tonumber(redis.call("zscore", heartbeats, who)) <= at - plain_timeout then
+        if is_silent(who, redis.call("zscore", heartbeats, who), at, timeout, plain_timeout) then
             recovered = recovered + take_from(who, canonical, bodies, waiting)
             recovered = recovered + take_from(who, canonical .. ".DQ", delayed_bodies, delayed)
             if #redis.call("keys", acks_of(who, "*")) == 0 then redis.call("zrem", heartbeats, who) end
@@ -301,6 +332,110 @@ end
 -- qsize(): everything of the queue that is not acknowledged, delayed messages too.
 function commands.qsize()
     return redis.call("hlen", bodies) + redis.call("hlen", delayed_bodies)
+end
+
+-- pause(): {1 when it was not paused before, since when it is}.
+function commands.pause()
+    local new = redis.call("set", paused, now(), "NX") and 1 or 0
+    redis.call("del", wake)
+    return {new, redis.call("get", paused)}
+end
+
+-- resume(): 1 when it was paused. The first consumer that is woken wakes the next, as long as there is something.
+function commands.resume()
+    local was_paused = redis.call("del", paused)
+    wake_one()
+    return was_paused
+end
+
+-- overview(timeout, timeout of Dramatiq's own brokers):
+-- {now, paused since or false, waiting, delayed, running, lost, dead letters, body of the first that waits or false}
+--
+-- `lost` is what dead workers hold that no one has taken back yet.
+function commands.overview(timeout, plain_timeout)
+    local at, running, lost = now(), 0, 0
+    local heard = redis.call("zrange", heartbeats, 0, -1, "WITHSCORES")
+    for i = 1, #heard, 2 do
+        local who = heard[i]
+        local held = redis.call("scard", acks_of(who, canonical)) + redis.call("scard", acks_of(who, canonical .. ".DQ"))
+        if is_silent(who, heard[i + 1], at, timeout, plain_timeout) then
+            lost = lost + held
+        else
+            running = running + held
+        end
+    end
+    local first = redis.call("lindex", waiting, 0)
+    return {
+        at, redis.call("get", paused), redis.call("llen", waiting),
+        redis.call("llen", delayed) + redis.call("zcard", due), running, lost, redis.call("zcard", dead),
+        first and redis.call("hget", bodies, first),
+    }
+end
+
+-- drop_waiting(most): drops from the front of what waits; returns how many. The others likewise.
+function commands.drop_waiting(most)
+    return drop_bodies(bodies, redis.call("lpop", waiting, tonumber(most)) or {})
+end
+
+function commands.drop_delayed(most)
+    local ids = redis.call("lpop", delayed, tonumber(most)) or {}
+    if #ids == 0 then
+        ids = redis.call("zrange", due, 0, most - 1)
+        if #ids > 0 then redis.call("zrem", due, unpack(ids)) end
+    end
+    return drop_bodies(delayed_bodies, ids)
+end
+
+function commands.drop_dead(most)
+    local ids = redis.call("zrange", dead, 0, most - 1)
+    if #ids > 0 then redis.call("zrem", dead, unpack(ids)) end
+    return drop_bodies(dead_bodies, ids)
+end
+
+-- letters(latest, earliest, skipped, most): {id, died, body or false, id, died, ...}, the latest first.
+function commands.letters(latest, earliest, skipped, most)
+    local found = redis.call("zrevrangebyscore", dead, latest, earliest, "WITHSCORES", "LIMIT", skipped, most)
+    local answer = {}
+    for i = 1, #found, 2 do
+        answer[#answer + 1] = found[i]
+        answer[#answer + 1] = found[i + 1]
+        answer[#answer + 1] = redis.call("hget", dead_bodies, found[i])
+    end
+    return answer
+end
+
+-- revive(id, died, body, id, died, body, ...): dead letters back into their queue, each with this body; returns a 1
+-- for each that was still there as it had died then, a 0 for each that was not.
+function commands.revive(...)
+    local given, answer, back = {...}, {}, 0
+    for i = 1, #given, 3 do
+        local id, died, body = given[i], given[i + 1], given[i + 2]
+        local is_there = is_dead_since(id, died)
+        if is_there then
+            redis.call("zrem", dead, id)
+            redis.call("hdel", dead_bodies, id)
+            redis.call("hset", bodies, id, body)
+            redis.call("rpush", waiting, id)
+            back = back + 1
+        end
+        answer[#answer + 1] = is_there and 1 or 0
+    end
+    if back > 0 then wake_one() end
+    return answer
+end
+
+-- discard(id, died, id, died, ...): drops dead letters; answers as revive.
+function commands.discard(...)
+    local given, answer = {...}, {}
+    for i = 1, #given, 2 do
+        local is_there = is_dead_since(given[i], given[i + 1])
+        if is_there then
+            redis.call("zrem", dead, given[i])
+            redis.call("hdel", dead_bodies, given[i])
+        end
+        answer[#answer + 1] = is_there and 1 or 0
+    end
+    return answer
 end
 
 return commands[command](unpack(ARGV, 4))

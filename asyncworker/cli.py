@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from asyncworker import cli_queues
 from asyncworker import settings as settings_module
 from asyncworker.errors import AsyncworkerError, ConfigurationError
 from asyncworker.settings import EngineName, load
+from asyncworker.terminal import Json, console, errors, fail, print_facts, print_json
 
 app = typer.Typer(
     help="Dramatiq actors for browser work. Workers are started with: dramatiq asyncworker.actors",
@@ -23,10 +23,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-console = Console()
-errors = Console(stderr=True)
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def main() -> None:
@@ -34,7 +30,7 @@ def main() -> None:
     try:
         app()
     except AsyncworkerError as error:
-        _fail(str(error))
+        fail(str(error))
 
 
 @app.command()
@@ -75,12 +71,12 @@ def send(
         load(), actor, [_value(text) for text in args or []], keywords, delay_ms=delay, queue=queue, results=wait
     )
     if not wait:
-        _print(sent.facts(), as_json, f"sent {sent.message.message_id} to {actor} with seed {sent.seed}")
+        print_facts(sent.facts(), as_json, f"sent {sent.message.message_id} to {actor} with seed {sent.seed}")
         return
     answer = sent.wait(timeout)
     if answer.change is not None:
         errors.print(f"warning: {answer.change}", style="yellow", highlight=False, soft_wrap=True)
-    _print(sent.facts() | answer.facts(), as_json, answer.sentence())
+    print_facts(sent.facts() | answer.facts(), as_json, answer.sentence())
     raise typer.Exit(0 if answer.ok else 1)
 
 
@@ -94,7 +90,7 @@ def identity(
 
     shown = identities.show(load(), identities.read_seed(seed))
     if as_json:
-        _print_json(shown.facts())
+        print_json(shown.facts())
     else:
         identities.render(shown, console)
 
@@ -124,7 +120,7 @@ def down() -> None:
 
     settings = load()
     if settings.broker_url is not None:
-        _fail(f"the broker is {settings.broker_url}, which asyncworker did not start")
+        fail(f"the broker is {settings.broker_url}, which asyncworker did not start")
     stopped = embedded.stop(settings.state_dir)
     console.print(f"the embedded Valkey in {settings.state_dir} {'is stopped' if stopped else 'was not running'}")
 
@@ -144,7 +140,7 @@ def doctor(
         installing.install(settings, lambda line: errors.print(line, highlight=False, soft_wrap=True))
     checks = doctors.examine(settings)
     if as_json:
-        _print_json({"would_run": doctors.would_run(checks), "checks": [check.facts() for check in checks]})
+        print_json({"would_run": doctors.would_run(checks), "checks": [check.facts() for check in checks]})
     else:
         doctors.render(checks, console)
     raise typer.Exit(0 if doctors.would_run(checks) else 1)
@@ -155,13 +151,16 @@ def show_settings(as_json: Json = False) -> None:
     """Print every setting with its value, where that came from, its default and its meaning."""
     rows = settings_module.describe(load())
     if as_json:
-        _print_json({row.variable: {"value": row.value, "source": row.source, "default": row.default} for row in rows})
+        print_json({row.variable: {"value": row.value, "source": row.source, "default": row.default} for row in rows})
         return
     table = Table("variable", "value", "source", "default", "meaning", show_lines=False)
     for row in rows:
         style = "bold" if row.source != "default" else None
         table.add_row(row.variable, row.value, row.source, row.default, row.meaning, style=style)
     console.print(table)
+
+
+cli_queues.add_to(app)
 
 
 def _run_workers(arguments: list[str]) -> int:
@@ -187,19 +186,3 @@ def _keyword(text: str) -> tuple[str, Any]:
     if not separator or not name.isidentifier():
         raise ConfigurationError(f"--arg {text} is no name=value")
     return name, _value(value)
-
-
-def _print(facts: dict[str, Any], as_json: bool, sentence: str) -> None:
-    if as_json:
-        _print_json(facts)
-    else:
-        console.print(sentence, highlight=False, soft_wrap=True)
-
-
-def _print_json(facts: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(facts, ensure_ascii=False, default=str) + "\n")
-
-
-def _fail(sentence: str) -> NoReturn:
-    errors.print(f"asyncworker: {sentence}", style="red", highlight=False, soft_wrap=True)
-    raise SystemExit(2)

@@ -125,9 +125,13 @@ class WorkerConsumer(_RedisConsumer):
             lambda: self.broker.fetch(self._own_client(), self.queue_name, room, held, wait_s)
         )
         self._due_at = time.monotonic() + next_due_ms / 1000 if next_due_ms >= 0 else None
-        self._fetched.extend((one.decode(), body) for one, body in zip(rest[::2], rest[1::2], strict=True))
+        for raw, body in zip(rest[::2], rest[1::2], strict=True):
+            try:
+                self._fetched.append((raw.decode(), body))
+            except UnicodeDecodeError:
+                self._reject(raw, body, "its id in the store is no text")
         self._held.update(identifier for identifier, _ in self._fetched)
-        self._is_dry = len(self._fetched) < room
+        self._is_dry = len(rest) < 2 * room
         if lost:
             self._reclaim()
 
@@ -163,11 +167,16 @@ class WorkerConsumer(_RedisConsumer):
             return None
         try:
             message = Message.decode(body)
-            reason = _misfit(message)
+            reason = misfit(message)
         except DecodeError as error:
             reason = str(error.error)
         if reason is None:
             return MessageProxy(_undelayed(message, identifier))
+        self._reject(identifier, body, reason)
+        self._held.discard(identifier)
+        return None
+
+    def _reject(self, identifier: str | bytes, body: bytes | None, reason: str) -> None:
         logger.error(
             "queue %r held a body that is no Dramatiq message (%s); it is in the dead letters as %s: %.200r",
             self.queue_name,
@@ -176,8 +185,6 @@ class WorkerConsumer(_RedisConsumer):
             body,
         )
         patiently(lambda: self.broker.do_nack(self.queue_name, identifier), "reject a body")
-        self._held.discard(identifier)
-        return None
 
     def _settled(self, message: MessageProxy, identifier: str, was_ours: bool | None) -> None:
         self._held.discard(identifier)
@@ -228,7 +235,7 @@ def _undelayed(message: Message[Any], identifier: str) -> Message[Any]:
     )
 
 
-def _misfit(message: Message[Any]) -> str | None:
+def misfit(message: Message[Any]) -> str | None:
     """Why a decoded body is still no message; None: it is one."""
     wanted = {
         "actor_name": str,

@@ -4,6 +4,7 @@
     ├── ConfigurationError        the deployment: settings, state directory, actors package
     │   └── DeclarationError      the source code: an @actor that cannot work
     ├── BrokerUnavailable         the store: away, refusing or full; nothing was sent
+    ├── NotThere                  what a command names: there is no such queue or dead letter
     ├── RefusedMessage            the message: no retry can make it succeed, it is dead-lettered
     │   ├── InvalidArguments      wrong, missing or superfluous arguments
     │   ├── InvalidSeed           a seed that is no integer in 0 .. 2**63-1
@@ -73,6 +74,13 @@ class BrokerUnavailable(AsyncworkerError):
     fields = ("url", "sent")
     url: str | None
     sent: bool | None
+
+
+class NotThere(AsyncworkerError, LookupError):
+    """The store has no queue or dead letter of that name; correct it, from what `asyncworker queues` shows."""
+
+    fields = ("name",)
+    name: str | None
 
 
 class RefusedMessage(AsyncworkerError):

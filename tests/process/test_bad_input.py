@@ -21,9 +21,9 @@ from tests.workers import HOME, READY, Deployment
 pytestmark = pytest.mark.needs_browser
 
 
-def push(deployment: Deployment, body: bytes, queue: str = "default") -> str:
+def push(deployment: Deployment, body: bytes, queue: str = "default", identifier: bytes | None = None) -> bytes:
     """Put raw bytes into a queue as another program might; returns the id under which they lie there."""
-    identifier = str(uuid4())
+    identifier = identifier or str(uuid4()).encode()
     client: Any = deployment.broker.client
     client.hset(f"dramatiq:{queue}.msgs", identifier, body)
     client.rpush(f"dramatiq:{queue}", identifier)
@@ -53,8 +53,9 @@ def test_bodies_that_are_no_messages_lie_in_the_dead_letters_as_they_came_and_th
 ) -> None:
     good, bad = [], {}
     for body in NO_MESSAGES.values():
-        bad[push(deployment, body).encode()] = body
+        bad[push(deployment, body)] = body
         good.append(deployment.send("probe.text", f"{site.url}/cookie/get"))
+    bad[push(deployment, b"{}", identifier=b"\xff no text")] = b"{}"
     with deployment.worker() as worker:
         assert [deployment.result(message) for message in good] == [""] * len(good)
         wait_until(lambda: deployment.dead_letters() == bad, "the bodies are dead letters")

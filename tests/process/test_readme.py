@@ -209,7 +209,16 @@ def _plain_worker_has_no_browser(reader: Reader) -> None:
     assert "trimmed" not in reader.worker_said()
 
 
+def _dead_letter_is_retried(reader: Reader) -> None:
+    code = "from actors.pages import title; title.send_with_options(args=('no-url',), max_retries=0)"
+    reader.type(f'python -c "{code}"')
+    wait_until(lambda: "pages.title" in reader.type("asyncworker dead list"), "it is a dead letter")
+    reader.type("asyncworker dead retry --actor pages.title --yes", "1 dead letter put back")
+    reader.wait_for_worker_to_say(r"actor=pages\.title attempt=2 .*outcome=failed")
+
+
 AFTER: dict[str, Callable[[Reader], None]] = {
+    "Queues and dead letters": _dead_letter_is_retried,
     "Hooks": _retried_and_given_up,
     "A session anywhere": _plain_actor_has_a_session,
     "Running workers": _plain_worker_has_no_browser,

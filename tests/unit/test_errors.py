@@ -25,6 +25,7 @@ BUILTIN = {
     "DeclarationError": TypeError,
     "InvalidArguments": TypeError,
     "InvalidSeed": ValueError,
+    "NotThere": LookupError,
     "UrlRefused": ValueError,
     "PathRefused": ValueError,
     "PhaseTimeout": TimeoutError,

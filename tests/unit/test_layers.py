@@ -30,7 +30,8 @@ embedded connecting patience settling alarm heartbeat accounting middleware retr
 prefetch consumer redis_broker results broker actor
 asyncworker
 deployment actors
-commands installing doctor sending identities demo demo.site demo.run cli __main__
+commands installing doctor sending queues dead_letters identities demo demo.site demo.run
+terminal cli_dead_letters cli_queues cli __main__
 fakes testing pytest_plugin
 """
 
