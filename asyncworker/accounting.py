@@ -181,8 +181,7 @@ class Accounting:
         with running.writing:
             running.closed = True
             row = replace(running.row, closed_ms=at_ms, outcome=outcome, generation=running.generation, error=error)
-        logger.log(
-            logging.INFO if running.recorded or exception is not None else logging.DEBUG,
+        logger.info(
             "message_id=%s actor=%s attempt=%d seed=%s%s browser=%s outcome=%s ms=%s",
             row.message_id,
             row.actor,
