@@ -453,3 +453,35 @@ def test_a_worker_is_heard_of_while_all_its_threads_are_busy_and_its_end_is_know
     finally:
         over.set()
         worker.stop()
+
+
+# --- fetching ahead
+
+
+def test_a_worker_of_short_messages_takes_several_with_one_round_trip(store: Store) -> None:
+    producer, worker = store.ours(), store.ours()
+    for number in range(60):
+        producer.enqueue(message(number))
+    consumer = consumer_of(worker, prefetch=2)
+    received = []
+    while len(received) < 20:
+        each = take(consumer)
+        received.append(each.args[0])
+        consumer.ack(each)
+    assert received == list(range(20))
+    assert consumer._fetched, "more were taken than could be begun"
+
+
+def test_what_was_taken_ahead_goes_back_when_the_threads_are_held_up(store: Store) -> None:
+    producer, worker, idle = store.ours(), store.ours(), store.ours()
+    for number in range(60):
+        producer.enqueue(message(number))
+    consumer, other = consumer_of(worker, prefetch=2), consumer_of(idle, prefetch=60)
+    for _ in range(20):
+        consumer.ack(take(consumer))
+    held = [take(consumer) for _ in range(4)]  # these run for long; each thread has one more waiting
+    assert next(consumer) is None, "no more are handed out"
+    wait_until(lambda: store.fetched(worker) == {identifier(each) for each in held}, "the others went back")
+    assert take(other).args[0] == held[-1].args[0] + 1, "they went to the front"
+    assert next(consumer) is None
+    assert store.fetched(worker) == {identifier(each) for each in held}, "and stay there while the threads are held up"
