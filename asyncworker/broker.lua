@@ -61,6 +61,36 @@ local function wake_one()
     redis.call("pexpire", wake, DAY_MS)
 end
 
+-- enqueue(id, body, id, body, ...): how many are new; what was there already is left as it is.
+--
+-- All or none: a store that is full, or takes no writes, refuses a script's first write, and none after it.
+-- Where something lies in `wake`, no consumer is idle: the next that would be takes it.
+local function enqueue(...)
+    local given, new = {...}, {}
+    for i = 1, #given, 2 do
+        if redis.call("hsetnx", own_bodies, given[i], given[i + 1]) == 1 then new[#new + 1] = given[i] end
+    end
+    if #new == 0 then return 0 end
+    redis.call("rpush", is_delayed and delayed or waiting, unpack(new))
+    if redis.call("llen", wake) == 0 then
+        for _ = 1, is_delayed and 1 or #new do wake_one() end
+    end
+    return #new
+end
+
+-- send(slot, kept_ms, id, body, id, body, ...): enqueues, unless that is what was sent last from this slot: a producer
+-- that got no answer sends again, and meanwhile its messages may have been run, and forgotten.
+local function send(slot, kept_ms, first, ...)
+    local memory = namespace .. ":__sent__." .. broker .. "." .. slot
+    if redis.call("get", memory) == first then return 0 end
+    local new = enqueue(first, ...)
+    redis.call("set", memory, first, "PX", kept_ms)
+    return new
+end
+
+-- Before the other commands are made, which takes longer than this one.
+if command == "send" then return send(unpack(ARGV, 4)) end
+
 local function heard_of(at)
     redis.call("zadd", heartbeats, at, broker)
 end
@@ -149,36 +179,7 @@ local function drop_bodies(its_bodies, ids)
 end
 
 
-local commands = {}
-
--- enqueue(id, body, id, body, ...): how many are new; what was there already is left as it is.
---
--- All or none: a store that is full, or takes no writes, refuses a script's first write, and none after it.
-function commands.enqueue(...)
-    local given, new = {...}, {}
-    for i = 1, #given, 2 do
-        if redis.call("hsetnx", own_bodies, given[i], given[i + 1]) == 1 then new[#new + 1] = given[i] end
-    end
-    if #new == 0 then return 0 end
-    if is_delayed then
-        redis.call("rpush", delayed, unpack(new))
-        if redis.call("llen", wake) == 0 then wake_one() end
-    else
-        local length = redis.call("rpush", waiting, unpack(new))
-        for _ = 1, math.min(#new, length - redis.call("llen", wake)) do wake_one() end
-    end
-    return #new
-end
-
--- send(slot, kept_ms, id, body, id, body, ...): enqueues, unless that is what was sent last from this slot: a producer
--- that got no answer sends again, and meanwhile its messages may have been run, and forgotten.
-function commands.send(slot, kept_ms, first, ...)
-    local memory = namespace .. ":__sent__." .. broker .. "." .. slot
-    if redis.call("get", memory) == first then return 0 end
-    local new = commands.enqueue(first, ...)
-    redis.call("set", memory, first, "PX", kept_ms)
-    return new
-end
+local commands = {enqueue = enqueue}
 
 -- fetch(most, held): {ms to the next delayed message or -1, lost, id, body, id, body, ...}
 --
