@@ -109,6 +109,8 @@ class ResultWatch:
             futures.discard(future)
             if not futures:
                 self._waits.pop(key, None)
+            if not self._waits:
+                self._ring()  # from now on the thread waits for its end
 
     def _run(self, bell: socket.socket, ringer: socket.socket) -> None:
         line = _Line(self._pool, bell)
