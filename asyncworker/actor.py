@@ -86,6 +86,10 @@ class SessionActor(dramatiq.Actor[P, R]):
         with one_send(self.broker):
             return super().send_with_options(args=args, kwargs=kwargs, delay=delay, **options)
 
+    async def amessage(self, *args: P.args, **kwargs: P.kwargs) -> Message[R]:
+        """`message`, without blocking the loop: the first without a seed asks the store for the deployment's."""
+        return await aside(self.broker, lambda: self.message(*args, **kwargs))
+
     async def asend(self, *args: P.args, **kwargs: P.kwargs) -> SentMessage[R]:
         """`send`, from any event loop and without blocking it; `.aresult()` of what it returns awaits the result."""
         return await self.asend_with_options(args=args, kwargs=kwargs)
