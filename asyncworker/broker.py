@@ -114,6 +114,6 @@ def _stored_seed(broker: WorkerBroker) -> int:
     Raises:
         BrokerUnavailable: When the store does not answer.
     """
-    with _drawing:
+    with broker.one_send(), _drawing:  # who waits for the lock uses up its own time
         _, seed = broker.ask(("SET", SEED_KEY, new_seed(), "NX"), ("GET", SEED_KEY))
         return int(seed)

@@ -15,8 +15,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import BusyLoadingError, ResponseError
 from redis.retry import Retry
 
-#: So many connections are kept for the next exchanges.
+#: So many connections are kept for the next exchanges, and for so long: what lies between may forget them silently.
 MOST_IDLE = 8
+MOST_IDLE_S = 30.0
 
 #: A command in words, and what the store says to it; its refusal is an answer, too.
 Command = tuple[Any, ...]
@@ -63,12 +64,13 @@ class Exchange:
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
-        self._changed = threading.Condition()
         self._reset()
 
     def _reset(self) -> None:
+        self._changed = threading.Condition()  # another thread may have held the parent's
         self._pid = os.getpid()
-        self._idle: deque[Any] = deque()
+        #: Each with when it was used last; the latest is at the right.
+        self._idle: deque[tuple[Any, float]] = deque()
         self._failures: deque[BaseException] = deque()
         self._waiting = 0
         self._connecting = 0
@@ -97,7 +99,7 @@ class Exchange:
         """Close the connections that are idle; the next exchange makes a new one."""
         with self._changed:
             idle, self._idle = self._idle, deque()
-        for connection in idle:
+        for connection, _ in idle:
             connection.disconnect()
 
     def _send(self, connection: Any, commands: Sequence[Command], deadline: float) -> None:
@@ -126,7 +128,7 @@ class Exchange:
     def _keep(self, connection: Any) -> None:
         with self._changed:
             if connection.is_connected and len(self._idle) < MOST_IDLE:
-                self._idle.append(connection)
+                self._idle.append((connection, time.monotonic()))
                 self._changed.notify()
                 return
         connection.disconnect()
@@ -140,13 +142,13 @@ class Exchange:
         if self._pid != os.getpid():
             self._reset()  # the sockets are the parent's
         while True:
-            connection = self._idle_or_new(deadline)
+            connection, since = self._idle_or_new(deadline)
             with contextlib.suppress(redis.RedisError):
-                if not connection.can_read(0):
+                if time.monotonic() - since < MOST_IDLE_S and not connection.can_read(0):
                     return connection
             connection.disconnect()  # what can be read is the end: the store has left meanwhile
 
-    def _idle_or_new(self, deadline: float) -> Any:
+    def _idle_or_new(self, deadline: float) -> tuple[Any, float]:
         with self._changed:
             self._waiting += 1
             try:
@@ -182,7 +184,7 @@ class Exchange:
         with self._changed:
             self._connecting -= 1
             if failure is None:
-                self._idle.append(connection)
+                self._idle.append((connection, time.monotonic()))
             elif self._waiting > len(self._failures):
                 self._failures.append(failure)
             self._changed.notify()

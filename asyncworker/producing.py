@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import dramatiq
 from dramatiq import Broker, Message
+from dramatiq.results import Results
 from dramatiq.results.backend import DEFAULT_TIMEOUT, ResultBackend
 from dramatiq.results.errors import ResultMissing, ResultTimeout
 
@@ -135,6 +136,9 @@ class ProducerBroker(Broker):
 
     def close(self) -> None:
         super().close()
+        for middleware in self.middleware:
+            if isinstance(middleware, Results) and isinstance(middleware.backend, PatientResults):
+                middleware.backend.watch.close()
         threads, self._threads = self._threads, None
         if threads is not None and threads[0] == os.getpid():
             threads[1].shutdown(wait=False)

@@ -39,6 +39,9 @@ SILENT_S = 10.0
 #: So long after the last wait the connection is kept for the next.
 LINGER_S = 2.0
 
+#: A thread that is about to connect is not waited for any longer.
+CLOSE_S = 2.0
+
 _CHANGED = object()
 
 
@@ -52,12 +55,12 @@ class ResultWatch:
     def __init__(self, pool: Any, *, linger_s: float = LINGER_S) -> None:
         self._pool = pool
         self._linger_s = linger_s
-        self._lock = threading.Lock()
         #: Why the store could not be asked last time; None: it can.
         self.trouble: BaseException | None = None
         self._reset()
 
     def _reset(self) -> None:
+        self._lock = threading.Lock()  # another thread may have held the parent's
         self._pid = os.getpid()
         self._waits: dict[str, set[Future[bytes]]] = {}
         self._fresh: deque[str] = deque()
@@ -88,15 +91,14 @@ class ResultWatch:
         return future
 
     def close(self) -> None:
-        """End the thread and its connection; who still waits gets no result."""
+        """End the thread and its connection; who still waits is told."""
         with self._lock:
             thread, self._is_closed = self._thread, True
-            waits = [future for futures in self._waits.values() for future in futures]
+            wanted = list(self._waits)
             self._ring()
-        for future in waits:
-            future.cancel()
+        self._fail(wanted, BrokerUnavailable("the broker was closed while a result was waited for; wait again"))
         if thread is not None:
-            thread.join(SILENT_S)
+            thread.join(CLOSE_S)
 
     def _ring(self) -> None:
         if self._bell is not None:
@@ -126,9 +128,11 @@ class ResultWatch:
                     self._thread = self._bell = None
                     break
             try:
+                if wanted and not line.is_connected:
+                    line.connect()
+                    self.trouble = None
                 for key, value in line.serve(wanted, fresh, None if wanted else self._linger_s):
                     self._give(key, value)
-                self.trouble = None
             except (redis.RedisError, AsyncworkerError) as error:
                 line.close()
                 self._troubled(error)
@@ -186,19 +190,16 @@ class _Line:
     def serve(
         self, wanted: list[str], fresh: list[str], at_most_s: float | None
     ) -> list[tuple[str, bytes | Exception]]:
-        """Ask for what is new, wait until something happens, and return what has come.
+        """Ask for what is new, wait until something happens, and return what has come; on a new connection for all.
 
         Raises:
             RedisError, AsyncworkerError: When the store is away.
         """
-        now = time.monotonic()
         if self._connection is None:
-            if not wanted:
-                self.wait(at_most_s or 0.0)
-                return []
-            self._connect()
-            fresh = wanted
-        elif not self._asked and now - self._looked_at >= self._every_s:
+            self.wait(at_most_s or 0.0)
+            return []
+        now = time.monotonic()
+        if not self._asked and now - self._looked_at >= self._every_s:
             fresh = wanted
         if fresh:
             self._ask(fresh)
@@ -212,6 +213,10 @@ class _Line:
             self._ask(changed)
         self._changed.clear()
         return found
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connection is not None
 
     @property
     def _every_s(self) -> float:
@@ -234,7 +239,12 @@ class _Line:
         self._asked.clear()
         self._changed.clear()
 
-    def _connect(self) -> None:
+    def connect(self) -> None:
+        """Connect, and have the store speak up, where it can.
+
+        Raises:
+            RedisError, AsyncworkerError: When the store is away.
+        """
         connection = connection_of(self._pool, protocol=3)
         connection.connect()
         try:
@@ -249,7 +259,7 @@ class _Line:
             connection.disconnect()
             raise
         self._connection = connection
-        self._heard_at = time.monotonic()
+        self._looked_at = float("-inf")
 
     def _ask(self, keys: Iterable[str]) -> None:
         if not self._asked:

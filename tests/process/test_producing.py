@@ -6,6 +6,8 @@ import asyncio
 import contextvars
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,14 +20,14 @@ import redis
 from dramatiq import Message
 from dramatiq.middleware import Middleware
 
-from asyncworker import embedded
+from asyncworker import embedded, producing
 from asyncworker.broker import make_broker
 from asyncworker.consumer import WorkerConsumer
 from asyncworker.errors import BrokerUnavailable
 from asyncworker.redis_broker import WorkerBroker
-from asyncworker.settings import load
+from asyncworker.settings import child_environment, load
 from tests.proxy import Proxy
-from tests.waiting import loop_watched, wait_until
+from tests.waiting import eventually, loop_watched, wait_until
 
 QUEUE = "default"
 
@@ -396,6 +398,57 @@ async def test_a_loop_goes_on_while_the_embedded_server_starts(state_dir: Path) 
     assert watch.longest_s < 0.3
     broker.close()
     broker.client.close()
+
+
+async def test_a_send_that_is_cancelled_before_its_turn_is_not_sent(store: Store) -> None:
+    broker = store.broker(send_timeout_ms=5_000)
+    await broker.aenqueue(message("first"))
+    with store.stopped():
+        sending = [asyncio.create_task(broker.aenqueue(message(number))) for number in range(producing.THREADS + 2)]
+        await asyncio.sleep(0.1)  # each thread has one, and waits
+        for each in sending:
+            each.cancel()
+        await asyncio.gather(*sending, return_exceptions=True)
+    await eventually(lambda: len(store.bodies()) == 1 + producing.THREADS, "what was on its way has arrived")
+    await broker.aenqueue(message("last"))
+    assert len(store.bodies()) == 2 + producing.THREADS
+
+
+FORKING = """
+import asyncio, os, sys
+from dramatiq import Message
+from asyncworker import aresult, get_broker
+from asyncworker.broker import make_broker
+
+broker = get_broker()
+
+async def send_and_await():
+    sent = await broker.aenqueue(Message("default", "do", (os.getpid(),), {}, {}))
+    await asyncio.to_thread(broker.get_results_backend().store_result, sent, os.getpid(), 60_000)
+    assert await sent.aresult(timeout_ms=5_000) == os.getpid()
+
+asyncio.run(send_and_await())
+child = os.fork()
+asyncio.run(send_and_await())
+if child == 0:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+asyncio.run(send_and_await())
+"""
+
+
+def test_a_forked_process_sends_and_awaits_on_connections_of_its_own(store: Store) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKING],
+        env=child_environment(ASYNCWORKER_STATE_DIR=str(store.state_dir)),
+        cwd=store.state_dir,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(store.bodies()) == 4
 
 
 async def test_hooks_are_called_as_for_send_and_see_the_callers_context(store: Store) -> None:
