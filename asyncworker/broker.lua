@@ -64,7 +64,8 @@ end
 -- enqueue(id, body, id, body, ...): how many are new; what was there already is left as it is.
 --
 -- All or none: a store that is full, or takes no writes, refuses a script's first write, and none after it.
--- Where something lies in `wake`, no consumer is idle: the next that would be takes it.
+-- Where something lies in `wake`, no consumer is idle: the next that would be takes it. One is woken also for many
+-- messages: a consumer that leaves something wakes the next.
 local function enqueue(...)
     local given, new = {...}, {}
     for i = 1, #given, 2 do
@@ -72,9 +73,7 @@ local function enqueue(...)
     end
     if #new == 0 then return 0 end
     redis.call("rpush", is_delayed and delayed or waiting, unpack(new))
-    if redis.call("llen", wake) == 0 then
-        for _ = 1, is_delayed and 1 or #new do wake_one() end
-    end
+    if redis.call("llen", wake) == 0 then wake_one() end
     return #new
 end
 

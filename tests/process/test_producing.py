@@ -215,14 +215,20 @@ def test_a_full_store_takes_nothing_by_halves(store: Store) -> None:
 
 def test_of_messages_sent_together_the_error_names_those_that_were_taken(store: Store) -> None:
     store.client.set("dramatiq:broken.msgs", "no hash")
-    broker = store.broker()
+    broker, told = store.broker(), []
+
+    class Watching(Middleware):
+        def after_enqueue(self, broker: Any, message: Any, delay: Any) -> None:
+            told.append(message.args)
+
+    broker.add_middleware(Watching())
     good, bad = message("good"), Message("broken", "do", (), {}, {})
     with pytest.raises(
         BrokerUnavailable, match=f"1 of 2 messages, the first of them message {bad.message_id}"
     ) as caught:
         broker.send_many([good, bad])
     assert [each.message_id for each in caught.value.taken or []] == [good.message_id] == store.bodies()
-    assert (caught.value.untaken, caught.value.sent) == ([bad], False)
+    assert (caught.value.untaken, caught.value.sent, told) == ([bad], False, [("good",)])
 
 
 # --- in time
@@ -263,9 +269,12 @@ def test_a_large_batch_to_a_store_that_hangs_ends_in_time(store: Store) -> None:
     broker.enqueue(message("first"))
     with store.stopped():
         began = time.monotonic()
-        with pytest.raises(BrokerUnavailable):
+        with pytest.raises(BrokerUnavailable, match="they were not sent") as caught:
             broker.send_many([message("x" * 1_000_000) for _ in range(12)])  # more than a socket holds
         assert time.monotonic() - began < 1.5
+    assert caught.value.sent is False, "its end never left"
+    broker.enqueue(message("last"))
+    assert len(store.bodies()) == 2
 
 
 def test_a_store_that_is_killed_and_comes_back_while_a_producer_sends_has_each_message_once(store: Store) -> None:
@@ -302,6 +311,16 @@ def test_a_producer_is_not_stopped_by_a_store_that_has_left_and_come_back_since_
     assert len(store.bodies()) == 2
 
 
+def test_a_connection_that_was_closed_meanwhile_is_noticed_before_anything_is_written_to_it(store: Store) -> None:
+    broker = store.broker(send_timeout_ms=150)  # too short to try again
+    broker.enqueue(message("before"))
+    for each in store.client.client_list():
+        if int(each["id"]) != store.client.client_id():
+            store.client.client_kill_filter(_id=each["id"])
+    wait_until(lambda: store.connections() == 1, "all others are closed")
+    assert broker.enqueue(message("after")).message_id in store.bodies()
+
+
 # --- together
 
 
@@ -323,7 +342,7 @@ def test_many_messages_of_several_queues_and_delays_are_sent_in_one_round_trip(s
     assert broker.send_many([]) == []
 
 
-def test_many_messages_wake_as_many_consumers_at_once(store: Store) -> None:
+def test_many_messages_wake_idle_consumers_until_nothing_is_left(store: Store) -> None:
     workers, came = [store.direct() for _ in range(3)], []
 
     def idle(broker: WorkerBroker) -> None:
