@@ -127,7 +127,7 @@ class Exchange:
 
     def _keep(self, connection: Any) -> None:
         with self._changed:
-            if connection.is_connected and len(self._idle) < MOST_IDLE:
+            if socket_of(connection) is not None and len(self._idle) < MOST_IDLE:
                 self._idle.append((connection, time.monotonic()))
                 self._changed.notify()
                 return
