@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -229,6 +230,34 @@ def test_of_messages_sent_together_the_error_names_those_that_were_taken(store: 
         broker.send_many([good, bad])
     assert [each.message_id for each in caught.value.taken or []] == [good.message_id] == store.bodies()
     assert (caught.value.untaken, caught.value.sent, told) == ([bad], False, [("good",)])
+
+
+async def test_many_producers_on_a_bad_line_have_each_message_run_once(store: Store) -> None:
+    broker, worker, chance = store.broker(), store.direct(), random.Random(7)
+    store.proxy.lose = lambda chunk: (
+        chance.choice(["before", "after"]) if b"\r\nsend\r\n" in chunk and chance.random() < 0.15 else None
+    )
+    ran: list[int] = []
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.is_set():
+            fetched = worker.do_fetch(QUEUE, 8, 0)[2:]
+            for number, body in zip(fetched[::2], fetched[1::2], strict=True):
+                ran.append(Message.decode(body).args[0])
+                worker.do_ack(QUEUE, number)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        await asyncio.gather(*(broker.aenqueue(message(number)) for number in range(200)))
+        await broker.asend_many([message(number) for number in range(200, 300)])
+        await eventually(lambda: store.bodies() == [], "all were run")
+    finally:
+        over.set()
+        thread.join()
+    assert store.proxy.losses > 10
+    assert sorted(ran) == list(range(300))
 
 
 # --- in time
