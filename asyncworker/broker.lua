@@ -14,6 +14,7 @@
 --   <namespace>:<queue>.wake                  list that idle consumers block on; what is pushed wakes one of them
 --   <namespace>:<queue>.paused                since when the queue is paused; there is none while it is not
 --   <namespace>:__queues__                    sorted set of queues by when a worker consumed them last
+--   <namespace>:__sent__.<broker>.<slot>      the first id of what a producer has sent last from this slot, for a while
 --   <namespace>:__away__                      there while no one is taken for dead, since the store was away itself
 --
 -- A delayed id is in the list .DQ (whoever pops it owns it) or in .DQ.due, never in both; when it is due, its body
@@ -59,6 +60,35 @@ local function wake_one()
     redis.call("rpush", wake, 1)
     redis.call("pexpire", wake, DAY_MS)
 end
+
+-- enqueue(id, body, id, body, ...): how many are new; what was there already is left as it is.
+--
+-- All or none: a store that is full, or takes no writes, refuses a script's first write, and none after it.
+-- Where something lies in `wake`, no consumer is idle: the next that would be takes it. One is woken also for many
+-- messages: a consumer that leaves something wakes the next.
+local function enqueue(...)
+    local given, new = {...}, {}
+    for i = 1, #given, 2 do
+        if redis.call("hsetnx", own_bodies, given[i], given[i + 1]) == 1 then new[#new + 1] = given[i] end
+    end
+    if #new == 0 then return 0 end
+    redis.call("rpush", is_delayed and delayed or waiting, unpack(new))
+    if redis.call("llen", wake) == 0 then wake_one() end
+    return #new
+end
+
+-- send(slot, kept_ms, id, body, id, body, ...): enqueues, unless that is what was sent last from this slot: a producer
+-- that got no answer sends again, and meanwhile its messages may have been run, and forgotten.
+local function send(slot, kept_ms, first, ...)
+    local memory = namespace .. ":__sent__." .. broker .. "." .. slot
+    if redis.call("get", memory) == first then return 0 end
+    local new = enqueue(first, ...)
+    redis.call("set", memory, first, "PX", kept_ms)
+    return new
+end
+
+-- Before the other commands are made, which takes longer than this one.
+if command == "send" then return send(unpack(ARGV, 4)) end
 
 local function heard_of(at)
     redis.call("zadd", heartbeats, at, broker)
@@ -148,21 +178,7 @@ local function drop_bodies(its_bodies, ids)
 end
 
 
-local commands = {}
-
--- enqueue(id, body): 1 when it is new, 0 when it was there already: an enqueue may be repeated.
-function commands.enqueue(id, body)
-    local new = redis.call("hsetnx", own_bodies, id, body)
-    if new == 0 then return 0 end
-    if is_delayed then
-        redis.call("rpush", delayed, id)
-        if redis.call("llen", wake) == 0 then wake_one() end
-    else
-        local length = redis.call("rpush", waiting, id)
-        if redis.call("llen", wake) < length then wake_one() end
-    end
-    return 1
-end
+local commands = {enqueue = enqueue}
 
 -- fetch(most, held): {ms to the next delayed message or -1, lost, id, body, id, body, ...}
 --
