@@ -77,7 +77,8 @@ class Heartbeat(Middleware):
 
 
 def every_s(broker: Any) -> float:
-    return min(EVERY_S, broker.heartbeat_timeout / 1000 / TIMES)
+    timeout_s: float = broker.heartbeat_timeout / 1000
+    return min(EVERY_S, timeout_s / TIMES)
 
 
 def hasty(broker: Any) -> redis.Redis:
