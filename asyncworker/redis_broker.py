@@ -97,10 +97,17 @@ class WorkerBroker(ProducerBroker, RedisBroker):
         """Drop all messages of a queue: waiting, delayed, and dead letters."""
         self.do_purge(queue_name)
 
-    def recover(self, queue_name: str) -> int:
-        """Say that this process lives, and take back what dead workers hold of a queue; returns how many messages."""
-        recovered: int = self.do_recover(
-            queue_name, self.heartbeat_timeout, max(self.heartbeat_timeout, PLAIN_TIMEOUT_MS), self.dead_message_ttl
+    def recover(self, queue_name: str, client: redis.Redis | None = None) -> int:
+        """Say that this process lives, and take back what dead workers hold of a queue; returns how many messages.
+
+        Parameters:
+            client: A connection of the caller's own; None: one of the broker's.
+        """
+        plain_timeout = max(self.heartbeat_timeout, PLAIN_TIMEOUT_MS)
+        recovered: int = self._script(
+            keys=[self.namespace],
+            args=["recover", queue_name, self.broker_id, self.heartbeat_timeout, plain_timeout, self.dead_message_ttl],
+            client=client,
         )
         return recovered
 
@@ -143,9 +150,9 @@ class WorkerBroker(ProducerBroker, RedisBroker):
             [(rows[place], text(reason)) for place, reason in zip(refused[::2], refused[1::2], strict=True)],
         )
 
-    def leave(self) -> None:
+    def leave(self, client: redis.Redis | None = None) -> None:
         """Say that this process's worker has stopped: what it still holds is taken back at once, not in time."""
-        self.do_leave("")
+        self._script(keys=[self.namespace], args=["leave", "", self.broker_id], client=client)
 
     def _dispatch(self, command: str) -> Callable[..., Any]:
         def do(queue_name: str, *args: Any) -> Any:

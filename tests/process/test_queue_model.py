@@ -64,7 +64,7 @@ class Fleet(RuleBasedStateMachine):
         self.client: Any = self.connect()
         self.client.config_set("maxmemory", 0)
         self.client.flushall()
-        self.producer = self.broker()
+        self.patient, self.hasty = self.broker(), self.broker(send_timeout_ms=100)
         self.workers = [self.broker(), self.broker()]
         self.plain = self.plain_broker()
         self.consumers: dict[int, WorkerConsumer] = {}
@@ -83,8 +83,8 @@ class Fleet(RuleBasedStateMachine):
         self.clients.append(client)
         return client
 
-    def broker(self) -> WorkerBroker:
-        broker = WorkerBroker(client=self.connect(), where="the model's store", send_timeout_ms=0)
+    def broker(self, send_timeout_ms: int = 10_000) -> WorkerBroker:
+        broker = WorkerBroker(client=self.connect(), where="the model's store", send_timeout_ms=send_timeout_ms)
         broker.declare_queue(QUEUE)
         return broker
 
@@ -92,6 +92,11 @@ class Fleet(RuleBasedStateMachine):
         broker = RedisBroker(client=self.connect(), middleware=[], maintenance_chance=0)
         broker.declare_queue(QUEUE)
         return broker
+
+    @property
+    def producer(self) -> WorkerBroker:
+        """On a full store one that soon gives up."""
+        return self.hasty if self.is_full else self.patient
 
     def consumer(self, worker: int) -> WorkerConsumer:
         if worker not in self.consumers:
