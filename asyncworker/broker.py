@@ -23,7 +23,8 @@ from dramatiq.results import Results
 from dramatiq.results.backend import ResultBackend
 
 from asyncworker.connecting import connect
-from asyncworker.errors import BrokerUnavailable, ConfigurationError
+from asyncworker.errors import BrokerUnavailable, ConfigurationError, UnfitBroker
+from asyncworker.fitness import Fitness
 from asyncworker.heartbeat import Heartbeat
 from asyncworker.identity import new_seed
 from asyncworker.ledger import Ledger, RedisLedger
@@ -76,6 +77,7 @@ def make_broker(settings: Settings) -> WorkerBroker:
         heartbeat_timeout_ms=settings.heartbeat_timeout_ms,
         send_timeout_ms=settings.send_timeout_ms,
     )
+    broker.add_middleware(Fitness())  # before anything begins
     broker.add_middleware(Heartbeat())
     for middleware in middleware_in_order(
         settings,
@@ -118,6 +120,8 @@ def _stored_seed(client: Any) -> int:
         with _drawing:
             client.set(SEED_KEY, new_seed(), nx=True)
             return int(client.get(SEED_KEY))
+    except UnfitBroker:
+        raise
     except redis.RedisError as error:
         raise BrokerUnavailable(
             f"the deployment's seed could not be read from the broker: {error}; nothing was sent"

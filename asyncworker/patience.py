@@ -24,7 +24,7 @@ PAUSES_MS = (100, 5_000)
 PAUSE_S = 0.2
 
 #: What a store says that will not always say so; in a pipeline it stands behind the command's number.
-PASSING = ("OOM", "used memory", "LOADING", "READONLY", "BUSY", "MASTERDOWN", "MISCONF", "CLUSTERDOWN", "TRYAGAIN")
+PASSING = ("OOM", "used memory", "LOADING", "READONLY", "BUSY", "MASTERDOWN", "MISCONF", "TRYAGAIN", "NOREPLICAS")
 
 
 def patiently(work: Callable[[], T], what: str) -> T:

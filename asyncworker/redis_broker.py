@@ -17,7 +17,7 @@ from dramatiq.common import current_millis, dq_name
 
 from asyncworker.alarm import Alarm
 from asyncworker.consumer import WorkerConsumer
-from asyncworker.errors import BrokerUnavailable
+from asyncworker.errors import BrokerUnavailable, UnfitBroker
 from asyncworker.ledger import KEPT_MS, ClosedRow, text
 from asyncworker.patience import PAUSE_S, passes, patiently
 from asyncworker.settling import Settled, Settling
@@ -140,6 +140,7 @@ class WorkerBroker(RedisBroker):
         """Enqueue a message, `delay` ms from now; there is no longest delay.
 
         Raises:
+            UnfitBroker: When the broker cannot be used at all: a cluster, too old, a wrong password.
             BrokerUnavailable: When the broker did not take it in time; `sent` says whether it may have. Not after an
                 attempt: the retry, the next of a pipeline and a callback wait for the broker, since what is not
                 enqueued then is lost.
@@ -178,6 +179,8 @@ class WorkerBroker(RedisBroker):
             try:
                 self.do_enqueue(queue_name, identifier, body)
                 return
+            except UnfitBroker:
+                raise  # a sentence of its own; waiting does not help
             except redis.RedisError as error:
                 may_be_sent = may_be_sent or _is_unclear(error)
                 if passes(error) and time.monotonic() + PAUSE_S < deadline:
