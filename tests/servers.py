@@ -145,7 +145,11 @@ class Certificates:
         issued.cert_chain_pems[0].write_to_path(self._certificate)
 
     def options(self) -> list[str]:
-        files = {"--tls-cert-file": self._certificate, "--tls-key-file": self._key, "--tls-ca-cert-file": self.authority}
+        files = {
+            "--tls-cert-file": self._certificate,
+            "--tls-key-file": self._key,
+            "--tls-ca-cert-file": self.authority,
+        }
         return [*(str(word) for pair in files.items() for word in pair), "--tls-auth-clients", "no"]
 
 
