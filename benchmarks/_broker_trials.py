@@ -113,8 +113,13 @@ def drain(worker: Worker, producer: Producer, messages: int) -> tuple[float, flo
     with worker.stopped():
         seconds = producer.send(DRAIN_FROM, messages)
     worker.await_begun(before + messages, DRAIN_TIMEOUT_MS)
-    began = worker.times(range(DRAIN_FROM, DRAIN_FROM + messages)).values()
-    return messages / seconds, (messages - 1) / ((max(began) - min(began)) / 1e9)
+    began = worker.times(range(DRAIN_FROM, DRAIN_FROM + messages))
+    return messages / seconds, drain_rate(began.values())
+
+
+def drain_rate(began_ns: Collection[int]) -> float:
+    """Messages/s from the first beginning to the last, which is the last of as many steps less one."""
+    return (len(began_ns) - 1) / ((max(began_ns) - min(began_ns)) / 1e9)
 
 
 def idle_percents(bench: Bench, systems: list[System], seconds: float, guard: Guard) -> dict[str, float]:

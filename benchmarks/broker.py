@@ -45,6 +45,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--only", type=_chosen(ALL), default=list(ALL), help=f"some of {trials} (default all)")
     parser.add_argument("--rotations", type=int, help="turns of each system, instead of the plan's")
+    parser.add_argument("--messages", type=int, help="waiting messages to drain, instead of 5,000")
+    parser.add_argument("--delayed", type=int, help="delayed messages for the memory, instead of the plan's")
     parser.add_argument("--threads", type=int, default=8, help="messages at once in every system (default 8)")
     parser.add_argument(
         "--python",
@@ -98,8 +100,8 @@ class Absent:
 
 def measure(options: argparse.Namespace) -> Report:
     plan = QUICK if options.quick else FULL
-    if options.rotations:
-        plan = dataclasses.replace(plan, rotations=options.rotations)
+    given = {"rotations": options.rotations, "messages": options.messages, "delayed": options.delayed}
+    plan = dataclasses.replace(plan, **{name: value for name, value in given.items() if value is not None})
     absent = Absent()
     with workshop() as place:
         bench = Bench(place, threads=options.threads, pythons=dict(options.python))

@@ -6,5 +6,7 @@ from _stamps import parameters
 from _taskiq import set_up
 from taskiq_redis import ListQueueBroker
 
-broker = ListQueueBroker(parameters["url"])
+# It waits in the store without an end, and redis-py 8 ends every wait after 5 s unless told otherwise: the idle worker
+# would break down and be started again each time.
+broker = ListQueueBroker(parameters["url"], socket_timeout=None)
 send, opened = set_up(broker)
