@@ -13,7 +13,9 @@ A map, top to bottom; each file may import what stands above it in its group or 
     heartbeat, alarm                            who lives; what is due
     accounting, settling                        a row and a log line for each attempt; what is done is told together
     middleware, retries, prefetch, consumer     what fires when, and what takes messages off a queue
-    redis_broker, results, broker               the broker, where results lie, and the order of all of it
+    redis_broker                                the broker,
+    speaking, rabbitmq_consumer, rabbitmq       RabbitMQ as the broker,
+    results, broker                             where results lie, and the order of all of it
     actor, deployment, actors                   @actor; the entry of `dramatiq asyncworker.actors`
     commands, installing, doctor, sending       what the command `asyncworker` does,
     queues, dead_letters, identities, demo/     with its demo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,7 @@ from asyncworker.redis_broker import WorkerBroker
 from asyncworker.results import PatientResults
 from asyncworker.retries import Retries
 from asyncworker.settings import Settings, load
+from asyncworker.urls import SecretUrl
 
 #: The deployment's seed, drawn by whoever asks first.
 SEED_KEY = "asyncworker:seed"
@@ -66,8 +68,18 @@ def get_broker(settings: Settings | None = None) -> Broker:
     return existing
 
 
-def make_broker(settings: Settings) -> WorkerBroker:
-    """A new broker for these settings, not made global."""
+def make_broker(settings: Settings) -> Broker:
+    """A new broker for these settings, not made global.
+
+    Raises:
+        ConfigurationError: When they name a broker that cannot be used.
+    """
+    url = settings.broker_url
+    return make_redis_broker(settings) if url is None or not url.is_rabbitmq else _make_rabbitmq_broker(settings, url)
+
+
+def make_redis_broker(settings: Settings) -> WorkerBroker:
+    """The broker of settings that name Redis or Valkey, or none."""
     url = settings.broker_url
     client = connect(settings)
     broker = WorkerBroker(
@@ -77,14 +89,45 @@ def make_broker(settings: Settings) -> WorkerBroker:
         send_timeout_ms=settings.send_timeout_ms,
     )
     broker.add_middleware(Heartbeat())
+    if settings.store_url is None:
+        # Rows travel with the acknowledgements, which go to the same store.
+        _add_middleware(broker, settings, client, RedisLedger(client, behind=broker.settling.put))
+    else:
+        store = _connect_store(settings)
+        _add_middleware(broker, settings, store, RedisLedger(store))
+    return broker
+
+
+def _make_rabbitmq_broker(settings: Settings, url: SecretUrl) -> Broker:
+    try:
+        from asyncworker.rabbitmq import Stopping, WorkerRabbitmqBroker
+    except ModuleNotFoundError as error:
+        if error.name != "pika":
+            raise
+        raise ConfigurationError(
+            f"the broker {url} is RabbitMQ, and pika, which speaks to it, is not installed: "
+            f"`{sys.executable} -m pip install 'asyncworker[rabbitmq]'`",
+            name="ASYNCWORKER_BROKER_URL",
+        ) from None
+    broker = WorkerRabbitmqBroker(
+        url=url, heartbeat_timeout_ms=settings.heartbeat_timeout_ms, send_timeout_ms=settings.send_timeout_ms
+    )
+    broker.add_middleware(Stopping())
+    store = _connect_store(settings)
+    _add_middleware(broker, settings, store, RedisLedger(store))
+    return broker
+
+
+def _connect_store(settings: Settings) -> redis.Redis:
+    return connect(settings.model_copy(update={"broker_url": settings.store_url}))
+
+
+def _add_middleware(broker: Broker, settings: Settings, store: redis.Redis, ledger: Ledger) -> None:
+    results = PatientResults(client=store)
     for middleware in middleware_in_order(
-        settings,
-        ledger=RedisLedger(client, behind=broker.settling.put),
-        results=PatientResults(client=client),
-        draw_seed=lambda: _stored_seed(client),
+        settings, ledger=ledger, results=results, draw_seed=lambda: _stored_seed(store)
     ):
         broker.add_middleware(middleware)
-    return broker
 
 
 def middleware_in_order(
@@ -120,5 +163,5 @@ def _stored_seed(client: Any) -> int:
             return int(client.get(SEED_KEY))
     except redis.RedisError as error:
         raise BrokerUnavailable(
-            f"the deployment's seed could not be read from the broker: {error}; nothing was sent"
+            f"the deployment's seed could not be read from its store: {error}; nothing was sent"
         ) from error

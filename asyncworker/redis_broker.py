@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -19,7 +18,7 @@ from asyncworker.alarm import Alarm
 from asyncworker.consumer import WorkerConsumer
 from asyncworker.errors import BrokerUnavailable
 from asyncworker.ledger import KEPT_MS, ClosedRow, text
-from asyncworker.patience import PAUSE_S, passes, patiently
+from asyncworker.patience import PAUSE_S, PatientAfterAttempts, passes, patiently
 from asyncworker.settling import Settled, Settling
 
 _SCRIPT = (Path(__file__).parent / "broker.lua").read_text()
@@ -30,7 +29,7 @@ OURS = "asyncworker-"
 PLAIN_TIMEOUT_MS = 60_000
 
 
-class WorkerBroker(RedisBroker):
+class WorkerBroker(PatientAfterAttempts, RedisBroker):
     """Dramatiq's Redis broker, with commands of its own in the store (broker.lua).
 
     An enqueue wakes an idle consumer, delayed messages wait in the store, and a worker that died has its messages
@@ -144,19 +143,9 @@ class WorkerBroker(RedisBroker):
                 attempt: the retry, the next of a pipeline and a callback wait for the broker, since what is not
                 enqueued then is lost.
         """
-        if _after_attempt.get():
+        if self.is_after_attempt:
             return patiently(lambda: self._enqueue(message, delay), "enqueue what follows an attempt")
         return self._enqueue(message, delay)
-
-    def emit_after(self, signal: str, *args: Any, **kwargs: Any) -> None:
-        if signal != "process_message":
-            super().emit_after(signal, *args, **kwargs)
-            return
-        token = _after_attempt.set(True)
-        try:
-            super().emit_after(signal, *args, **kwargs)
-        finally:
-            _after_attempt.reset(token)
 
     def _enqueue(self, message: Message[Any], delay: int | None) -> Message[Any]:
         queue_name, identifier, changes = message.queue_name, str(uuid4()), {}
@@ -198,7 +187,3 @@ def _is_unclear(error: redis.RedisError) -> bool:
     return isinstance(error, redis.ConnectionError | redis.TimeoutError) and not (
         refused or "connecting to" in str(error)
     )
-
-
-#: True in a worker thread while the hooks after an attempt run.
-_after_attempt: ContextVar[bool] = ContextVar("asyncworker_after_attempt", default=False)
