@@ -60,7 +60,7 @@ class Heartbeat(Middleware):
 
     def _run(self, broker: Any, worker: Worker) -> None:
         client, away = hasty(broker), False
-        while not self._stop.wait(every_s(broker)):
+        while not self._stop.wait(every_s(broker.heartbeat_timeout)):
             try:
                 for queue_name in consumed_queues(broker, worker):
                     if recovered := broker.recover(queue_name, client):
