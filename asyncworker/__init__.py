@@ -13,7 +13,9 @@ A map, top to bottom; each file may import what stands above it in its group or 
     heartbeat, alarm                            who lives; what is due
     accounting, settling                        a row and a log line for each attempt; what is done is told together
     middleware, retries, prefetch, consumer     what fires when, and what takes messages off a queue
-    redis_broker, results, broker               the broker, where results lie, and the order of all of it
+    exchange, delivery                          how a producer asks the store, and has it take messages
+    result_watch, results, producing            where results lie, how a loop waits for them, and how it sends
+    redis_broker, broker                        the broker, and the order of all of it
     actor, deployment, actors                   @actor; the entry of `dramatiq asyncworker.actors`
     commands, installing, doctor, sending       what the command `asyncworker` does,
     queues, dead_letters, identities, demo/     with its demo
@@ -27,6 +29,7 @@ from asyncworker.actor import SessionActor, actor
 from asyncworker.broker import get_broker
 from asyncworker.errors import AsyncworkerError
 from asyncworker.middleware import Middleware
+from asyncworker.producing import SentMessage, aresult
 from asyncworker.runtime import Attempt, Session, open_session
 from asyncworker.settings import Settings
 
@@ -34,10 +37,12 @@ __all__ = [
     "AsyncworkerError",
     "Attempt",
     "Middleware",
+    "SentMessage",
     "Session",
     "SessionActor",
     "Settings",
     "actor",
+    "aresult",
     "get_broker",
     "open_session",
 ]

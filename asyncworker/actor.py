@@ -21,6 +21,7 @@ from asyncworker.broker import get_broker
 from asyncworker.errors import DeclarationError, InvalidArguments
 from asyncworker.identity import checked_seed, new_seed
 from asyncworker.middleware import CONTEXT_OPTION, IDENTITY_OPTION, SESSION_OPTION, BrowserMiddleware
+from asyncworker.producing import SentMessage, aside, awaitable, one_send
 from asyncworker.runtime import Session, current_attempt
 
 P = ParamSpec("P")
@@ -82,7 +83,33 @@ class SessionActor(dramatiq.Actor[P, R]):
             BrokerUnavailable: When the broker did not take the message.
         """
         self.check_arguments(tuple(args), kwargs or {})
-        return super().send_with_options(args=args, kwargs=kwargs, delay=delay, **options)
+        with one_send(self.broker):
+            return super().send_with_options(args=args, kwargs=kwargs, delay=delay, **options)
+
+    async def amessage(self, *args: P.args, **kwargs: P.kwargs) -> Message[R]:
+        """`message`, without blocking the loop: the first without a seed asks the store for the deployment's."""
+        return await aside(self.broker, lambda: self.message(*args, **kwargs))
+
+    async def asend(self, *args: P.args, **kwargs: P.kwargs) -> SentMessage[R]:
+        """`send`, from any event loop and without blocking it; `.aresult()` of what it returns awaits the result."""
+        return await self.asend_with_options(args=args, kwargs=kwargs)
+
+    async def asend_with_options(
+        self,
+        *,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        delay: timedelta | int | None = None,
+        **options: Any,
+    ) -> SentMessage[R]:
+        """`send_with_options`, from any event loop and without blocking it.
+
+        When this is cancelled, the message may be sent nevertheless.
+        """
+        self.check_arguments(tuple(args), kwargs or {})
+        return awaitable(
+            await aside(self.broker, lambda: self.send_with_options(args=args, kwargs=kwargs, delay=delay, **options))
+        )
 
     def check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, partly: bool = False) -> None:
         """Raise InvalidArguments unless they fit the function; `partly`: some may still be missing."""

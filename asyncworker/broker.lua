@@ -14,10 +14,15 @@
 --   <namespace>:<queue>.wake                  list that idle consumers block on; what is pushed wakes one of them
 --   <namespace>:<queue>.paused                since when the queue is paused; there is none while it is not
 --   <namespace>:__queues__                    sorted set of queues by when a worker consumed them last
+--   <namespace>:__sent__.<broker>.<slot>      the first id of what a producer has sent last from this slot, for a while
+--   <namespace>:__beat__                      when any worker of ours last looked for dead ones
 --   <namespace>:__away__                      there while no one is taken for dead, since the store was away itself
 --
 -- A delayed id is in the list .DQ (whoever pops it owns it) or in .DQ.due, never in both; when it is due, its body
 -- moves from .DQ.msgs to .msgs as it is: whoever fetches it knows by its queue_name that its delay is over.
+--
+-- What moves a message writes where it goes before it takes it from where it was, and changes nothing when it is
+-- repeated: whatever the store refuses in between, the message is still where it was.
 --
 -- KEYS = {namespace}, ARGV = {command, queue, broker id, ...}
 
@@ -39,16 +44,25 @@ local dead_bodies = dead .. ".msgs"
 local paused = waiting .. ".paused"
 local heartbeats = namespace .. ":__heartbeats__"
 local consumed = namespace .. ":__queues__"
+local beat = namespace .. ":__beat__"
 local away = namespace .. ":__away__"
 local function acks_of(who, name) return namespace .. ":__acks__." .. who .. "." .. name end
 
 local DAY_MS = 86400000
 local INGESTED_AT_ONCE, DUE_AT_ONCE = 1000, 500
 
+-- When a broker was last heard of whose worker has stopped.
+local LEFT = 0
+
 local function now()
     local time = redis.call("time")
     return time[1] * 1000 + math.floor(time[2] / 1000)
 end
+
+-- A full store (maxmemory) refuses the first write of a script if that needs memory, and none after one that needs
+-- none. Every command of a worker's begins with this, since workers are who makes room: only what producers send is
+-- refused. The key is never there.
+local function though_full() redis.call("del", namespace .. ":__none__") end
 
 local function is_paused() return redis.call("exists", paused) == 1 end
 
@@ -59,6 +73,35 @@ local function wake_one()
     redis.call("rpush", wake, 1)
     redis.call("pexpire", wake, DAY_MS)
 end
+
+-- enqueue(id, body, id, body, ...): how many are new; what was there already is left as it is.
+--
+-- All or none: a store that is full, or takes no writes, refuses a script's first write, and none after it.
+-- Where something lies in `wake`, no consumer is idle: the next that would be takes it. One is woken also for many
+-- messages: a consumer that leaves something wakes the next.
+local function enqueue(...)
+    local given, new = {...}, {}
+    for i = 1, #given, 2 do
+        if redis.call("hsetnx", own_bodies, given[i], given[i + 1]) == 1 then new[#new + 1] = given[i] end
+    end
+    if #new == 0 then return 0 end
+    redis.call("rpush", is_delayed and delayed or waiting, unpack(new))
+    if redis.call("llen", wake) == 0 then wake_one() end
+    return #new
+end
+
+-- send(slot, kept_ms, id, body, id, body, ...): enqueues, unless that is what was sent last from this slot: a producer
+-- that got no answer sends again, and meanwhile its messages may have been run, and forgotten.
+local function send(slot, kept_ms, first, ...)
+    local memory = namespace .. ":__sent__." .. broker .. "." .. slot
+    if redis.call("get", memory) == first then return 0 end
+    local new = enqueue(first, ...)
+    redis.call("set", memory, first, "PX", kept_ms)
+    return new
+end
+
+-- Before the other commands are made, which takes longer than this one.
+if command == "send" then return send(unpack(ARGV, 4)) end
 
 local function heard_of(at)
     redis.call("zadd", heartbeats, at, broker)
@@ -71,29 +114,31 @@ local function due_of(id, at)
     local body = redis.call("hget", delayed_bodies, id)
     local read, message = pcall(cjson.decode, body or "")
     local options = read and type(message) == "table" and message.options
-    return type(options) == "table" and tonumber(options.eta) or at
+    local eta = type(options) == "table" and tonumber(options.eta)
+    return eta and eta == eta and eta or at  -- no number equals itself but a number: JSON from Python may hold a NaN
 end
 
 -- Moves what producers have delayed from their list to the sorted set.
 local function ingest(at)
-    local ids = redis.call("lpop", delayed, INGESTED_AT_ONCE)
-    if not ids then return end
+    local ids = redis.call("lrange", delayed, 0, INGESTED_AT_ONCE - 1)
+    if #ids == 0 then return end
     for _, id in ipairs(ids) do
         redis.call("zadd", due, due_of(id, at), id)
     end
+    redis.call("ltrim", delayed, #ids, -1)
 end
 
 -- Moves what is due to its queue.
 local function release(at)
     local ids = redis.call("zrangebyscore", due, "-inf", at, "LIMIT", 0, DUE_AT_ONCE)
     for _, id in ipairs(ids) do
-        redis.call("zrem", due, id)
         local body = redis.call("hget", delayed_bodies, id)
         if body then
             redis.call("hset", bodies, id, body)
-            redis.call("hdel", delayed_bodies, id)
             redis.call("rpush", waiting, id)
+            redis.call("hdel", delayed_bodies, id)
         end
+        redis.call("zrem", due, id)
     end
 end
 
@@ -113,9 +158,17 @@ local function push_front(list, ids)
     end
 end
 
+-- Puts back what this broker's worker has fetched, the first of them first.
 local function put_back(ids)
-    push_front(waiting, ids)
-    if #ids > 0 then wake_one() end
+    if #ids == 0 then return 0 end
+    local acks, there = acks_of(broker, queue), {}
+    for _, id in ipairs(ids) do
+        if redis.call("hexists", bodies, id) == 1 then there[#there + 1] = id end
+    end
+    push_front(waiting, there)
+    redis.call("srem", acks, unpack(ids))
+    if #there > 0 then wake_one() end
+    return #there
 end
 
 -- Gives back what a dead broker's worker has fetched under a queue's name; returns how many.
@@ -125,8 +178,8 @@ local function take_from(who, name, its_bodies, its_list)
     for _, id in ipairs(redis.call("smembers", acks)) do
         if redis.call("hexists", its_bodies, id) == 1 then ids[#ids + 1] = id end
     end
-    redis.call("del", acks)
     push_front(its_list, ids)
+    redis.call("del", acks)
     return #ids
 end
 
@@ -148,21 +201,7 @@ local function drop_bodies(its_bodies, ids)
 end
 
 
-local commands = {}
-
--- enqueue(id, body): 1 when it is new, 0 when it was there already: an enqueue may be repeated.
-function commands.enqueue(id, body)
-    local new = redis.call("hsetnx", own_bodies, id, body)
-    if new == 0 then return 0 end
-    if is_delayed then
-        redis.call("rpush", delayed, id)
-        if redis.call("llen", wake) == 0 then wake_one() end
-    else
-        local length = redis.call("rpush", waiting, id)
-        if redis.call("llen", wake) < length then wake_one() end
-    end
-    return 1
-end
+local commands = {enqueue = enqueue}
 
 -- fetch(most, held): {ms to the next delayed message or -1, lost, id, body, id, body, ...}
 --
@@ -170,13 +209,15 @@ end
 -- that named them never arrived.
 function commands.fetch(most, held)
     local at = now()
+    though_full()
     heard_of(at)
     ingest(at)
     release(at)
     local answer = {0, math.max(0, redis.call("scard", acks_of(broker, canonical)) - held)}
-    local ids = is_paused() and {} or redis.call("lpop", waiting, tonumber(most)) or {}
+    local ids = is_paused() and {} or redis.call("lrange", waiting, 0, most - 1)
     if #ids > 0 then
         redis.call("sadd", acks_of(broker, canonical), unpack(ids))
+        redis.call("lpop", waiting, #ids)
         local found = redis.call("hmget", bodies, unpack(ids))
         for i, id in ipairs(ids) do
             answer[#answer + 1] = id
@@ -196,6 +237,7 @@ end
 -- ring(): serves what is due, and wakes one consumer for it.
 function commands.ring()
     local at = now()
+    though_full()
     ingest(at)
     release(at)
     if redis.call("llen", waiting) > 0 and redis.call("llen", wake) == 0 then wake_one() end
@@ -210,13 +252,15 @@ end
 
 -- nack(id): to the dead letters; answers as ack.
 function commands.nack(id)
-    if redis.call("srem", acks_of(broker, queue), id) == 0 then return 0 end
+    if redis.call("sismember", acks_of(broker, queue), id) == 0 then return 0 end
+    though_full()
     local body = redis.call("hget", own_bodies, id)
     if body then
-        redis.call("zadd", dead, now(), id)
         redis.call("hset", dead_bodies, id, body)
+        redis.call("zadd", dead, now(), id)
         redis.call("hdel", own_bodies, id)
     end
+    redis.call("srem", acks_of(broker, queue), id)
     return 1
 end
 
@@ -261,6 +305,7 @@ end
 -- rewrite(id, body): another body for what this broker has fetched; answers as ack.
 function commands.rewrite(id, body)
     if redis.call("sismember", acks_of(broker, queue), id) == 0 then return 0 end
+    though_full()
     redis.call("hset", own_bodies, id, body)
     return 1
 end
@@ -270,40 +315,45 @@ function commands.reclaim(...)
     local known, lost = {}, {}
     for _, id in ipairs({...}) do known[id] = true end
     for _, id in ipairs(redis.call("smembers", acks_of(broker, queue))) do
-        if not known[id] then
-            redis.call("srem", acks_of(broker, queue), id)
-            if redis.call("hexists", bodies, id) == 1 then lost[#lost + 1] = id end
-        end
+        if not known[id] then lost[#lost + 1] = id end
     end
-    put_back(lost)
-    return #lost
+    though_full()
+    return put_back(lost)
 end
 
 -- requeue(id, ...): what was fetched and not begun, back to the front.
 function commands.requeue(...)
     local ids = {}
     for _, id in ipairs({...}) do
-        if redis.call("srem", acks_of(broker, queue), id) == 1 and redis.call("hexists", bodies, id) == 1 then
-            ids[#ids + 1] = id
-        end
+        if redis.call("sismember", acks_of(broker, queue), id) == 1 then ids[#ids + 1] = id end
     end
+    though_full()
     put_back(ids)
+end
+
+-- Notes that workers can reach the store; true when none could for long, and for the heartbeat timeout from then on.
+--
+-- Whoever is the first to come back cannot know who else is alive, even if it was never here before: everyone gets the
+-- time to be heard. What is written at other times does not count here, since a fetch may come before the first beat.
+local function was_away(at, timeout)
+    local last = redis.call("get", beat)
+    redis.call("set", beat, at)
+    if last and at - last > timeout / 2 then
+        redis.call("set", away, 1, "PX", timeout)
+    end
+    return redis.call("exists", away) == 1
 end
 
 -- recover(timeout, timeout of Dramatiq's own brokers, ttl of dead letters): how many messages came back.
 function commands.recover(timeout, plain_timeout, dead_ttl)
     local at = now()
-    local before = redis.call("zscore", heartbeats, broker)
-    local last = redis.call("zrange", heartbeats, -1, -1, "WITHSCORES")
+    though_full()
     heard_of(at)
     redis.call("zadd", consumed, at, canonical)
-    -- No one was heard of for long, this broker neither: the store was away. Everyone gets the time to be heard again.
-    if before and at - before > timeout / 2 and at - last[2] > timeout / 2 then
-        redis.call("set", away, 1, "PX", timeout)
-    end
-    if redis.call("exists", away) == 1 then return 0 end
+    -- Who has left has said so; who is only silent may be alive while the store was away.
+    local latest = was_away(at, timeout) and LEFT or at - timeout
     local recovered = 0
-    for _, who in ipairs(redis.call("zrangebyscore", heartbeats, "-inf", at - timeout)) do
+    for _, who in ipairs(redis.call("zrangebyscore", heartbeats, "-inf", latest)) do
         if is_silent(who, redis.call("zscore", heartbeats, who), at, timeout, plain_timeout) then
             recovered = recovered + take_from(who, canonical, bodies, waiting)
             recovered = recovered + take_from(who, canonical .. ".DQ", delayed_bodies, delayed)
@@ -321,7 +371,8 @@ end
 
 -- leave(): this broker's worker has stopped; what it still holds is recovered by others at once.
 function commands.leave()
-    redis.call("zadd", heartbeats, "XX", 0, broker)
+    though_full()
+    redis.call("zadd", heartbeats, "XX", LEFT, broker)
 end
 
 function commands.purge()
@@ -336,6 +387,7 @@ end
 
 -- pause(): {1 when it was not paused before, since when it is}.
 function commands.pause()
+    though_full()
     local new = redis.call("set", paused, now(), "NX") and 1 or 0
     redis.call("del", wake)
     return {new, redis.call("get", paused)}
@@ -408,14 +460,15 @@ end
 -- for each that was still there as it had died then, a 0 for each that was not.
 function commands.revive(...)
     local given, answer, back = {...}, {}, 0
+    though_full()
     for i = 1, #given, 3 do
         local id, died, body = given[i], given[i + 1], given[i + 2]
         local is_there = is_dead_since(id, died)
         if is_there then
-            redis.call("zrem", dead, id)
-            redis.call("hdel", dead_bodies, id)
             redis.call("hset", bodies, id, body)
             redis.call("rpush", waiting, id)
+            redis.call("zrem", dead, id)
+            redis.call("hdel", dead_bodies, id)
             back = back + 1
         end
         answer[#answer + 1] = is_there and 1 or 0

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import cast
 
 import dramatiq
 import dramatiq.broker
-import redis
-from dramatiq import Broker
 from dramatiq.middleware import (
     AgeLimit,
     Callbacks,
@@ -23,11 +21,12 @@ from dramatiq.results import Results
 from dramatiq.results.backend import ResultBackend
 
 from asyncworker.connecting import connect
-from asyncworker.errors import BrokerUnavailable, ConfigurationError
+from asyncworker.errors import ConfigurationError
 from asyncworker.heartbeat import Heartbeat
 from asyncworker.identity import new_seed
 from asyncworker.ledger import Ledger, RedisLedger
 from asyncworker.middleware import BrowserMiddleware
+from asyncworker.producing import ProducerBroker
 from asyncworker.redis_broker import WorkerBroker
 from asyncworker.results import PatientResults
 from asyncworker.retries import Retries
@@ -40,7 +39,7 @@ SEED_KEY = "asyncworker:seed"
 TIME_LIMIT_CHECK_MS = 100
 
 
-def get_broker(settings: Settings | None = None) -> Broker:
+def get_broker(settings: Settings | None = None) -> ProducerBroker:
     """The deployment's broker: Dramatiq's global one, made from the settings when there is none yet.
 
     Making it opens no connection and starts no server: both happen with the first message that is sent or
@@ -63,7 +62,8 @@ def get_broker(settings: Settings | None = None) -> Broker:
             "have no browser; call asyncworker.get_broker() instead of dramatiq.set_broker(...), or before the "
             "first @dramatiq.actor"
         )
-    return existing
+    # A broker that someone has given this middleware by hand may lack what is only for convenience here.
+    return cast(ProducerBroker, existing)
 
 
 def make_broker(settings: Settings) -> WorkerBroker:
@@ -81,7 +81,7 @@ def make_broker(settings: Settings) -> WorkerBroker:
         settings,
         ledger=RedisLedger(client, behind=broker.settling.put),
         results=PatientResults(client=client),
-        draw_seed=lambda: _stored_seed(client),
+        draw_seed=lambda: _stored_seed(broker),
     ):
         broker.add_middleware(middleware)
     return broker
@@ -108,17 +108,12 @@ def middleware_in_order(
 _drawing = threading.Lock()
 
 
-def _stored_seed(client: Any) -> int:
+def _stored_seed(broker: WorkerBroker) -> int:
     """The deployment's seed in the store; whoever asks first draws it.
 
     Raises:
         BrokerUnavailable: When the store does not answer.
     """
-    try:
-        with _drawing:
-            client.set(SEED_KEY, new_seed(), nx=True)
-            return int(client.get(SEED_KEY))
-    except redis.RedisError as error:
-        raise BrokerUnavailable(
-            f"the deployment's seed could not be read from the broker: {error}; nothing was sent"
-        ) from error
+    with broker.one_send(), _drawing:  # who waits for the lock uses up its own time
+        _, seed = broker.ask(("SET", SEED_KEY, new_seed(), "NX"), ("GET", SEED_KEY))
+        return int(seed)

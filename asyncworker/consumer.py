@@ -17,7 +17,7 @@ from dramatiq.errors import DecodeError
 
 from asyncworker.errors import BrokerUnavailable
 from asyncworker.middleware import emit_receive
-from asyncworker.patience import patiently
+from asyncworker.patience import patiently, remedy
 from asyncworker.prefetch import Prefetch
 from asyncworker.settling import Done
 
@@ -214,7 +214,7 @@ class WorkerConsumer(_RedisConsumer):
         try:
             return work()
         except redis.RedisError as error:
-            raise ConnectionClosed(f"{self.broker.where}: {error}") from error
+            raise ConnectionClosed(f"{self.broker.where}: {error}{remedy(error)}") from error
         except BrokerUnavailable as error:
             raise ConnectionClosed(error) from error
 

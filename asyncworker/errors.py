@@ -27,7 +27,7 @@ through untouched: they are the page's or the code's, not ours.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class AsyncworkerError(Exception):
@@ -66,14 +66,18 @@ class DeclarationError(ConfigurationError, TypeError):
 class BrokerUnavailable(AsyncworkerError):
     """The broker did not take the message. Start it, or correct ASYNCWORKER_BROKER_URL.
 
-    `sent` is False when nothing was sent, and None when the connection was lost before that was known.
+    `sent` is False when nothing was sent, and None when the connection was lost before that was known. Of several
+    messages that were sent together, `taken` are those that the broker has, and `untaken` the others, of which `sent`
+    speaks; both are None when it was not about sending.
 
     Not raised in a worker, which waits for its broker and goes on.
     """
 
-    fields = ("url", "sent")
+    fields = ("url", "sent", "taken", "untaken")
     url: str | None
     sent: bool | None
+    taken: list[Any] | None
+    untaken: list[Any] | None
 
 
 class NotThere(AsyncworkerError, LookupError):

@@ -11,13 +11,21 @@ import redis
 from dramatiq import Broker, Worker
 from dramatiq.common import q_name
 from dramatiq.middleware import Middleware
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from asyncworker.errors import BrokerUnavailable
+from asyncworker.patience import locked_out, remedy
 
 logger = logging.getLogger("asyncworker.broker")
 
-#: What came back is to be run within the heartbeat timeout and two of these.
+#: A worker is heard of this often at least, and so many times within the heartbeat timeout.
 EVERY_S = 1.0
+TIMES = 6
+
+#: Of the heartbeat timeout so much is waited for an answer, and for a connection: a worker whose connection hangs has
+#: then a new one, and was heard of, in time.
+PATIENCE = 1 / 4
 
 
 class Heartbeat(Middleware):
@@ -39,29 +47,47 @@ class Heartbeat(Middleware):
         broker.is_stopping = True
 
     def after_worker_shutdown(self, broker: Any, worker: Worker) -> None:
+        broker.alarm.stop()
+        broker.settling.stop()
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=2 * EVERY_S)
             self._thread = None
-        broker.alarm.stop()
-        broker.settling.stop()
+        client = hasty(broker)
         with contextlib.suppress(redis.RedisError, BrokerUnavailable):  # then it is noticed by its silence
-            broker.leave()
+            broker.leave(client)
+        client.close()
 
     def _run(self, broker: Any, worker: Worker) -> None:
-        away = False
-        while not self._stop.wait(EVERY_S):
+        client, away = hasty(broker), False
+        while not self._stop.wait(every_s(broker)):
             try:
                 for queue_name in consumed_queues(broker, worker):
-                    if recovered := broker.recover(queue_name):
+                    if recovered := broker.recover(queue_name, client):
                         logger.warning(
                             "queue %r: messages of dead workers that are run again: %d", queue_name, recovered
                         )
                 away = False
             except (redis.RedisError, BrokerUnavailable) as error:
                 if not away:
-                    logger.warning("the broker (%s) is away: %s", broker.where, error)
+                    level = logging.ERROR if locked_out(error) else logging.WARNING
+                    logger.log(level, "the broker (%s) is away: %s%s", broker.where, error, remedy(error))
                 away = True
+        client.close()
+
+
+def every_s(broker: Any) -> float:
+    timeout_s: float = broker.heartbeat_timeout / 1000
+    return min(EVERY_S, timeout_s / TIMES)
+
+
+def hasty(broker: Any) -> redis.Redis:
+    """A client of the broker's store that gives up soon: who waits for a connection that hangs is taken for dead."""
+    pool = broker.client.connection_pool
+    timeout_s = broker.heartbeat_timeout / 1000 * PATIENCE
+    changed = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, "retry": Retry(NoBackoff(), 0)}
+    options = pool.connection_kwargs | changed
+    return redis.Redis(connection_pool=redis.ConnectionPool(connection_class=pool.connection_class, **options))
 
 
 def consumed_queues(broker: Broker, worker: Worker) -> set[str]:

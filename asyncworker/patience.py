@@ -9,7 +9,20 @@ from typing import TypeVar
 
 import redis
 from dramatiq import ConnectionClosed
-from redis.exceptions import DataError, OutOfMemoryError, ReadOnlyError, ResponseError
+from redis.exceptions import (
+    AuthenticationError,
+    AuthenticationWrongNumberOfArgsError,
+    AuthorizationError,
+    BusyLoadingError,
+    ClusterDownError,
+    DataError,
+    MasterDownError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    ResponseError,
+    TryAgainError,
+)
 
 from asyncworker.errors import BrokerUnavailable
 
@@ -23,32 +36,71 @@ PAUSES_MS = (100, 5_000)
 #: The pause of a producer, whose wait is bounded.
 PAUSE_S = 0.2
 
-#: What a store says that will not always say so; in a pipeline it stands behind the command's number.
-PASSING = ("OOM", "used memory", "LOADING", "READONLY", "BUSY", "MASTERDOWN", "MISCONF", "CLUSTERDOWN", "TRYAGAIN")
+#: What a store says that will not always say so, where redis-py has no class for it; a script's error and a
+#: pipeline's have it behind other words.
+PASSING = ("OOM", "used memory", "LOADING", "READONLY", "BUSY", "MASTERDOWN", "MISCONF", "NOREPLICAS", "CLUSTERDOWN")
+PASSING_TYPES = (OutOfMemoryError, ReadOnlyError, ClusterDownError, MasterDownError, TryAgainError, BusyLoadingError)
+
+#: What it says to whom it does not let in, or not let do this, and what redis-py makes of it.
+LOCKED_OUT = ("NOAUTH", "WRONGPASS", "NOPERM", "invalid password", "invalid username-password")
+LOCKED_OUT_TYPES = (
+    AuthenticationError,
+    AuthenticationWrongNumberOfArgsError,
+    AuthorizationError,
+    NoPermissionError,
+)
 
 
 def patiently(work: Callable[[], T], what: str) -> T:
     """Repeat `work` until the store takes it; an error that will not pass is raised.
 
-    In a worker thread only: what waits here holds its message, which then neither gets lost nor runs twice.
+    In a worker thread only: what waits here holds its message, which then neither gets lost nor runs twice. So it also
+    waits for a store that has locked this worker out, whose password may have been changed before the worker's, and
+    says so each time.
     """
     pause_ms, longest_ms = PAUSES_MS
     while True:
         try:
             return work()
         except (redis.RedisError, BrokerUnavailable, ConnectionClosed) as error:
-            if not passes(error):
+            is_locked_out = locked_out(error)
+            if not (is_locked_out or passes(error)):
                 raise
-            logger.warning("could not %s (%s); trying again in %d ms", what, error, pause_ms)
+            level = logging.ERROR if is_locked_out else logging.WARNING
+            logger.log(level, "could not %s (%s%s); trying again in %d ms", what, error, remedy(error), pause_ms)
             time.sleep(pause_ms / 1000)
             pause_ms = min(pause_ms * 2, longest_ms)
 
 
 def passes(error: BaseException) -> bool:
-    """True when the same command may succeed later: the store is away, full, loading or read-only."""
-    cause = error if isinstance(error, redis.RedisError) else error.__cause__
-    if isinstance(cause, OutOfMemoryError | ReadOnlyError):
+    """True when the same command may succeed later by itself: the store is away, full, loading, busy or read-only."""
+    if locked_out(error):
+        return False
+    cause = _cause(error)
+    if isinstance(cause, PASSING_TYPES):
         return True
     if isinstance(cause, ResponseError):
         return any(word in str(cause) for word in PASSING)
     return not isinstance(cause, DataError)
+
+
+def locked_out(error: BaseException) -> bool:
+    """True when the store is there and refuses who asks: nothing will be taken until someone changes that."""
+    cause = _cause(error)
+    if isinstance(cause, LOCKED_OUT_TYPES):
+        return True
+    return isinstance(cause, ResponseError) and any(word in str(cause) for word in LOCKED_OUT)
+
+
+def remedy(error: BaseException) -> str:
+    """What to do about an error, to be put behind it; empty where waiting helps."""
+    if not locked_out(error):
+        return ""
+    return (
+        "; the store does not let this process do that: check the user and the password in ASYNCWORKER_BROKER_URL, "
+        "and what the store's ACL lets that user do"
+    )
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    return error if isinstance(error, redis.RedisError) else error.__cause__

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import redis
@@ -17,9 +17,12 @@ from dramatiq.common import current_millis, dq_name
 
 from asyncworker.alarm import Alarm
 from asyncworker.consumer import WorkerConsumer
-from asyncworker.errors import BrokerUnavailable
+from asyncworker.delivery import Delivery, Item, Shipment, Undelivered
+from asyncworker.errors import BrokerUnavailable, ConfigurationError
+from asyncworker.exchange import Exchange, NotSent, Unanswered
 from asyncworker.ledger import KEPT_MS, ClosedRow, text
-from asyncworker.patience import PAUSE_S, passes, patiently
+from asyncworker.patience import patiently
+from asyncworker.producing import ProducerBroker, ToSend
 from asyncworker.settling import Settled, Settling
 
 _SCRIPT = (Path(__file__).parent / "broker.lua").read_text()
@@ -29,8 +32,17 @@ _SCRIPT = (Path(__file__).parent / "broker.lua").read_text()
 OURS = "asyncworker-"
 PLAIN_TIMEOUT_MS = 60_000
 
+#: The store remembers what a producer has sent for the time in which that may send it again, and so much longer: a
+#: connection that was given up may still deliver what was written to it.
+KEPT_MS_AFTER = 60_000
 
-class WorkerBroker(RedisBroker):
+#: A worker sends again for as long as it takes.
+KEPT_MS_BY_WORKERS = 24 * 3_600_000
+
+R = TypeVar("R")
+
+
+class WorkerBroker(ProducerBroker, RedisBroker):
     """Dramatiq's Redis broker, with commands of its own in the store (broker.lua).
 
     An enqueue wakes an idle consumer, delayed messages wait in the store, and a worker that died has its messages
@@ -49,8 +61,13 @@ class WorkerBroker(RedisBroker):
         super().__init__(client=client, middleware=[], heartbeat_timeout=heartbeat_timeout_ms)
         self.broker_id = f"{OURS}{uuid4()}"
         self.where = where
-        self._send_timeout_ms = send_timeout_ms
+        self.send_timeout_ms = send_timeout_ms
         self._script = client.register_script(_SCRIPT)
+        #: The connections of producers, whose wait is bounded.
+        self.exchange = Exchange(client.connection_pool)
+        self._delivery = Delivery(
+            self.exchange, namespace=self.namespace, who=self.broker_id, script=_SCRIPT, sha=self._script.sha
+        )
         self._held: defaultdict[str, set[str]] = defaultdict(set)
         self.settling = Settling(self._settle)
         self.alarm = Alarm(self._ring)
@@ -80,10 +97,17 @@ class WorkerBroker(RedisBroker):
         """Drop all messages of a queue: waiting, delayed, and dead letters."""
         self.do_purge(queue_name)
 
-    def recover(self, queue_name: str) -> int:
-        """Say that this process lives, and take back what dead workers hold of a queue; returns how many messages."""
-        recovered: int = self.do_recover(
-            queue_name, self.heartbeat_timeout, max(self.heartbeat_timeout, PLAIN_TIMEOUT_MS), self.dead_message_ttl
+    def recover(self, queue_name: str, client: redis.Redis | None = None) -> int:
+        """Say that this process lives, and take back what dead workers hold of a queue; returns how many messages.
+
+        Parameters:
+            client: A connection of the caller's own; None: one of the broker's.
+        """
+        plain_timeout = max(self.heartbeat_timeout, PLAIN_TIMEOUT_MS)
+        recovered: int = self._script(
+            keys=[self.namespace],
+            args=["recover", queue_name, self.broker_id, self.heartbeat_timeout, plain_timeout, self.dead_message_ttl],
+            client=client,
         )
         return recovered
 
@@ -126,9 +150,9 @@ class WorkerBroker(RedisBroker):
             [(rows[place], text(reason)) for place, reason in zip(refused[::2], refused[1::2], strict=True)],
         )
 
-    def leave(self) -> None:
+    def leave(self, client: redis.Redis | None = None) -> None:
         """Say that this process's worker has stopped: what it still holds is taken back at once, not in time."""
-        self.do_leave("")
+        self._script(keys=[self.namespace], args=["leave", "", self.broker_id], client=client)
 
     def _dispatch(self, command: str) -> Callable[..., Any]:
         def do(queue_name: str, *args: Any) -> Any:
@@ -136,7 +160,7 @@ class WorkerBroker(RedisBroker):
 
         return do
 
-    def enqueue(self, message: Message[Any], *, delay: int | None = None) -> Message[Any]:
+    def enqueue(self, message: Message[R], *, delay: int | None = None) -> Message[R]:
         """Enqueue a message, `delay` ms from now; there is no longest delay.
 
         Raises:
@@ -144,9 +168,32 @@ class WorkerBroker(RedisBroker):
                 attempt: the retry, the next of a pipeline and a callback wait for the broker, since what is not
                 enqueued then is lost.
         """
-        if _after_attempt.get():
-            return patiently(lambda: self._enqueue(message, delay), "enqueue what follows an attempt")
-        return self._enqueue(message, delay)
+        return self._send([message if delay is None else (message, delay)])[0]
+
+    def send_many(self, messages: Iterable[ToSend]) -> list[Message[Any]]:
+        return self._send(list(messages))
+
+    def ask(self, *commands: tuple[Any, ...]) -> list[Any]:
+        """Ask the store something before a message is sent, in one round trip and within the time for sending.
+
+        Raises:
+            BrokerUnavailable: When it does not answer, or refuses.
+        """
+        refusal: BaseException | None
+        try:
+            answers = self.exchange.ask(commands, self.deadline())
+            refusal = next((answer for answer in answers if isinstance(answer, Exception)), None)
+        except (NotSent, Unanswered) as reason:
+            refusal = reason.__cause__
+        if refusal is None:
+            return answers
+        raise BrokerUnavailable(
+            f"the broker ({self.where}) does not answer: {refusal}; nothing was sent", url=self.where, sent=False
+        ) from refusal
+
+    def close(self) -> None:
+        super().close()
+        self.exchange.close()
 
     def emit_after(self, signal: str, *args: Any, **kwargs: Any) -> None:
         if signal != "process_message":
@@ -158,46 +205,72 @@ class WorkerBroker(RedisBroker):
         finally:
             _after_attempt.reset(token)
 
-    def _enqueue(self, message: Message[Any], delay: int | None) -> Message[Any]:
-        queue_name, identifier, changes = message.queue_name, str(uuid4()), {}
-        options: dict[str, Any] = {}
-        if delay is not None:
-            queue_name, eta = dq_name(queue_name), current_millis() + delay
-            identifier = f"{identifier}@{eta}"  # where the store reads it
-            changes, options = {"queue_name": queue_name}, {"eta": eta}
-        message = message.copy(**changes, options=options | {"redis_message_id": identifier})
-        self.emit_before("enqueue", message, delay)
-        self._deliver(message, queue_name, identifier)
-        self.emit_after("enqueue", message, delay)
-        return message
+    def _send(self, given: list[ToSend]) -> list[Message[Any]]:
+        pairs = [each if isinstance(each, tuple) else (each, None) for each in given]
+        prepared = [(_prepared(message, delay), delay) for message, delay in pairs]
+        for message, delay in prepared:
+            self.emit_before("enqueue", message, delay)
+        messages = [message for message, _ in prepared]
+        shipment = self._delivery.pack(
+            [Item(each.queue_name, each.options["redis_message_id"], each.encode()) for each in messages]
+        )
+        taken = set(range(len(messages)))
+        try:
+            self._deliver(shipment)
+        except Undelivered as error:
+            taken = error.taken
+            raise self._unavailable(error, given, messages) from error.__cause__
+        finally:
+            self._delivery.done(shipment)
+            for place in sorted(taken):
+                self.emit_after("enqueue", *prepared[place])
+        return messages
 
-    def _deliver(self, message: Message[Any], queue_name: str, identifier: str) -> None:
-        """Have a message taken, within `send_timeout_ms`; repeated under its id, which the store takes once."""
-        body, deadline, may_be_sent = message.encode(), time.monotonic() + self._send_timeout_ms / 1000, False
-        while True:
+    def _deliver(self, shipment: Shipment) -> None:
+        if not _after_attempt.get():
+            self._delivery.send(shipment, self.deadline(), kept_ms=self.send_timeout_ms + KEPT_MS_AFTER)
+            return
+
+        def deliver() -> None:
+            deadline = time.monotonic() + self.send_timeout_ms / 1000
             try:
-                self.do_enqueue(queue_name, identifier, body)
-                return
-            except redis.RedisError as error:
-                may_be_sent = may_be_sent or _is_unclear(error)
-                if passes(error) and time.monotonic() + PAUSE_S < deadline:
-                    time.sleep(PAUSE_S)
-                    continue
-                outcome = "it may have been sent nevertheless" if may_be_sent else "it was not sent"
-                raise BrokerUnavailable(
-                    f"the broker ({self.where}) did not take message {message.message_id} for {message.actor_name} "
-                    f"within {self._send_timeout_ms} ms (ASYNCWORKER_SEND_TIMEOUT_MS): {error}; {outcome}",
-                    url=self.where,
-                    sent=None if may_be_sent else False,
-                ) from error
+                self._delivery.send(shipment, deadline, kept_ms=KEPT_MS_BY_WORKERS)
+            except Undelivered as error:
+                raise (error.__cause__ or error) from None
+
+        patiently(deliver, "enqueue what follows an attempt")
+
+    def _unavailable(
+        self, error: Undelivered, given: list[ToSend], messages: list[Message[Any]]
+    ) -> BrokerUnavailable | ConfigurationError:
+        if isinstance(error.__cause__, ConfigurationError) and not error.may_be_sent:
+            return error.__cause__
+        left = [place for place in range(len(messages)) if place not in error.taken]
+        first = messages[left[0]]
+        what = f"message {first.message_id} for {first.actor_name}"
+        if len(messages) > 1:
+            what = f"{len(left)} of {len(messages)} messages, the first of them {what}"
+        outcome = "it may have been sent nevertheless" if error.may_be_sent else "it was not sent"
+        if len(left) > 1:
+            outcome = "some may have been sent nevertheless" if error.may_be_sent else "they were not sent"
+        return BrokerUnavailable(
+            f"the broker ({self.where}) did not take {what} within {self.send_timeout_ms} ms "
+            f"(ASYNCWORKER_SEND_TIMEOUT_MS): {error.__cause__}; {outcome}",
+            url=self.where,
+            sent=None if error.may_be_sent else False,
+            taken=[messages[place] for place in sorted(error.taken)],
+            untaken=[given[place] for place in left],
+        )
 
 
-def _is_unclear(error: redis.RedisError) -> bool:
-    """True when the connection was lost after the command may have gone out: no answer says what became of it."""
-    refused = isinstance(error.__cause__ or error.__context__, ConnectionRefusedError | FileNotFoundError)
-    return isinstance(error, redis.ConnectionError | redis.TimeoutError) and not (
-        refused or "connecting to" in str(error)
-    )
+def _prepared(message: Message[Any], delay: int | None) -> Message[Any]:
+    """A message with its id in the store, which it keeps however often it has to be sent."""
+    identifier = str(uuid4())
+    if delay is None:
+        return message.copy(options={"redis_message_id": identifier})
+    eta = current_millis() + delay
+    identifier = f"{identifier}@{eta}"  # where the store reads it
+    return message.copy(queue_name=dq_name(message.queue_name), options={"eta": eta, "redis_message_id": identifier})
 
 
 #: True in a worker thread while the hooks after an attempt run.

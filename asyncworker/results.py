@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 import redis
 from dramatiq import Message
@@ -12,6 +13,9 @@ from dramatiq.results.backends import RedisBackend
 from dramatiq.results.errors import ResultTimeout
 
 from asyncworker.patience import PAUSE_S, passes, patiently
+from asyncworker.result_watch import ResultWatch
+
+R = TypeVar("R")
 
 #: A wait is asked for in slices shorter than the connection's own time limit.
 RESULT_SLICE_S = 2.0
@@ -23,6 +27,10 @@ class PatientResults(RedisBackend):  # type: ignore[misc]  # Dramatiq leaves its
     Waiting for a result asks again in slices shorter than the connection's own time limit, so that a long wait is
     no dead connection; limits below a second are kept too.
     """
+
+    def __init__(self, *, client: redis.Redis, **options: Any) -> None:
+        super().__init__(client=client, **options)
+        self.watch = ResultWatch(client.connection_pool)
 
     def get_result(self, message: Message[Any], *, block: bool = False, timeout: int | None = None) -> Any:
         """Get a result; see Dramatiq's. `timeout` is in ms, 10 seconds unless set.
@@ -47,6 +55,21 @@ class PatientResults(RedisBackend):  # type: ignore[misc]  # Dramatiq leaves its
             if data is not None:
                 return self.unwrap_result(self.encoder.decode(data))
         raise ResultTimeout(message)
+
+    async def aget_result(self, message: Message[R], *, timeout_ms: int) -> R:
+        """Wait for a result without blocking the loop, whichever it is; woken by the result.
+
+        Raises:
+            ResultTimeout: When there is none in time; its cause is what the store said, where that was away.
+            ResultFailure: When the message was given up.
+        """
+        future = self.watch.wait_for(self.build_message_key(message))
+        try:
+            data = await asyncio.wait_for(asyncio.wrap_future(future), timeout_ms / 1000)
+        except TimeoutError:
+            raise ResultTimeout(message) from self.watch.trouble
+        result: R = self.unwrap_result(self.encoder.decode(data))
+        return result
 
     def _store(self, message_key: str, result: Any, ttl: int) -> None:
         store = super()._store

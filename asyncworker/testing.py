@@ -26,6 +26,7 @@ from asyncworker.engines import Engine
 from asyncworker.fakes import Document, FakeBrowserError, FakeClock, FakeEngine, FakePage, FakeTimeoutError
 from asyncworker.ledger import Ledger, MemoryLedger, Row
 from asyncworker.middleware import BrowserMiddleware, emit_receive
+from asyncworker.producing import ProducerBroker
 from asyncworker.settings import Settings, load
 
 __all__ = [
@@ -43,7 +44,7 @@ __all__ = [
 R = TypeVar("R")
 
 
-class WorkerStubBroker(StubBroker):
+class WorkerStubBroker(ProducerBroker, StubBroker):
     """Dramatiq's stub broker with the middleware of a real deployment, and its receive hook."""
 
     def consume(self, queue_name: str, prefetch: int = 1, timeout: int = 100) -> Any:
@@ -146,6 +147,7 @@ def stub_worker(
             yield StubWorker(broker, worker, engine, ledger)
         finally:
             worker.stop()
+            broker.close()
 
 
 @contextlib.contextmanager

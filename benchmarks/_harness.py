@@ -23,12 +23,17 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-_HOLDS: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, "<": operator.lt, "==": operator.eq}
+_HOLDS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "<": operator.lt,
+    "==": operator.eq,
+}
 
 
 @dataclass(frozen=True)
 class Check:
-    """One required figure: `value` must stand in `relation` (>=, < or ==) to `limit`.
+    """One required figure: `value` must stand in `relation` (>=, <=, < or ==) to `limit`.
 
     Parameters:
         error: The standard error of the value, shown beside it; the verdict does not use it.
@@ -63,15 +68,19 @@ class Report:
         checks: The required figures; `ok` is true when there is one and all hold.
         figures: Everything else that the JSON object holds, by key.
         table: The same for a person.
+        decides: False: the checks are shown beside what was found, and `ok` says that it was found.
     """
 
     checks: list[Check]
     figures: dict[str, Any]
     table: Table
     noise: dict[str, Any] = field(default_factory=dict)
+    decides: bool = True
 
     @property
     def ok(self) -> bool:
+        if not self.decides:
+            return True
         return bool(self.checks) and all(check.ok for check in self.checks)
 
     def as_json(self) -> dict[str, Any]:
@@ -82,7 +91,7 @@ class Report:
         console = Console(width=None if sys.stdout.isatty() else 120)
         console.print(self.table)
         for check in self.checks:
-            mark = "[green]ok  [/green]" if check.ok else "[red]FAIL[/red]"
+            mark = "[green]ok  [/green]" if check.ok else f"[red]{'FAIL' if self.decides else 'MISS'}[/red]"
             error = f" (± {check.error:.3f})" if check.error else ""
             console.print(f"{mark} {check.name}: {check.value:.3f}{error}, required {check.relation} {check.limit:g}")
         console.print(noise_line(self.noise), style="dim")
@@ -142,7 +151,7 @@ def main(
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object, with the key `ok`")
-    parser.add_argument("--quick", action="store_true", help="be done in less than 50 s; the figures are noisier")
+    parser.add_argument("--quick", action="store_true", help="be done within a minute; the figures are noisier")
     add_options(parser)
     options = parser.parse_args(argv)
     noise = Noise()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -85,10 +86,31 @@ class Child:
         if self.process.poll() is not None:
             raise RuntimeError(f"{self.name} ended: {self.log_end()}")
 
+    def tree(self) -> list[psutil.Process]:
+        """Its processes, parents before their children; empty when it has ended."""
+        try:
+            me = psutil.Process(self.pid)
+            return [me, *me.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
     def cpu_s(self) -> float:
         """The CPU time of its whole tree so far, with what has ended and was reaped."""
-        me = psutil.Process(self.pid)
-        return sum(_cpu_s(process) for process in (me, *me.children(recursive=True)))
+        return sum(_cpu_s(process) for process in self.tree())
+
+    def rss_mb(self) -> float:
+        """The memory of its whole tree, in MB; what processes share counts for each."""
+        rss = 0
+        for process in self.tree():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rss += process.memory_info().rss
+        return rss / 1_000_000
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to its whole tree."""
+        for process in self.tree():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
     def stop(self) -> None:
         """Let it end by itself (its stdin ends, SIGTERM), or kill it."""
@@ -134,13 +156,20 @@ class Workshop:
         own = {RUN_VARIABLE: self._run, "ASYNCWORKER_STATE_DIR": str(self.state_dir)}
         return child_environment(**own, **variables)
 
-    def start(self, name: str, *command: str, variables: Mapping[str, str] = {}, pipes: bool = False) -> Child:
-        """Start a process; with `pipes`, to be talked to line by line."""
+    def start(
+        self,
+        name: str,
+        *command: str,
+        variables: Mapping[str, str] = {},
+        pipes: bool = False,
+        folder: Path | None = None,
+    ) -> Child:
+        """Start a process, in the workshop's folder or another; with `pipes`, to be talked to line by line."""
         log = self.folder / f"{name}.log"
         with log.open("wb") as stderr:
             process = subprocess.Popen(
                 command,
-                cwd=self.folder,
+                cwd=folder or self.folder,
                 env=self.environment(variables),
                 stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if pipes else stderr,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.site import BehaviourSite
+from tests.stores import Store
 from tests.workers import Deployment
 
 
@@ -23,3 +24,10 @@ def deployment(state_dir: Path) -> Iterator[Deployment]:
     yield deployment
     deployment.broker.close()
     deployment.broker.client.close()
+
+
+@pytest.fixture
+def store(state_dir: Path) -> Iterator[Store]:
+    store = Store(state_dir)
+    yield store
+    store.close()

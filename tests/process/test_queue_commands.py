@@ -14,12 +14,11 @@ import pytest
 from dramatiq import Message
 from dramatiq.brokers.redis import RedisBroker
 from dramatiq.common import current_millis
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from hypothesis.stateful import rule
+from hypothesis.stateful import precondition, rule
 
 from asyncworker import embedded
-from asyncworker.dead_letters import DeadLetters, Wanted
+from asyncworker.dead_letters import DeadLetters, Letter, Wanted
 from asyncworker.queues import SLICE, Queues
 from asyncworker.redis_broker import WorkerBroker
 from tests.operating import (
@@ -35,7 +34,8 @@ from tests.operating import (
     run,
     stands,
 )
-from tests.process.test_queue_model import Queue
+from tests.process.test_queue_model import QUEUE as MODEL_QUEUE
+from tests.process.test_queue_model import Fleet, hold
 from tests.waiting import wait_until
 from tests.workers import Deployment
 
@@ -375,48 +375,43 @@ def test_looking_where_no_broker_ever_was_starts_none(deployment: Deployment, tm
 # --- in whatever order
 
 
-class Operated(Queue):
-    """The model of the queue, with someone who operates it."""
-
-    paused = False
-
-    @rule(worker=st.integers(0, 1))
-    def fetch(self, worker: int) -> None:
-        before = self.client.scard(self.acks(worker))
-        super().fetch(worker)
-        if self.paused:
-            assert self.client.scard(self.acks(worker)) <= before, "nothing is fetched of a paused queue"
-            assert not self.client.exists("dramatiq:default.wake")
+class Operated(Fleet):
+    """The model of the queue, with someone who operates it as the command line does."""
 
     @rule()
     def pause(self) -> None:
-        Queues(self.producer).pause("default")
-        self.paused = True
+        with self.refusable():
+            Queues(self.producer).pause(MODEL_QUEUE)
 
     @rule()
     def resume(self) -> None:
-        Queues(self.producer).resume("default")
-        self.paused = False
+        with self.refusable():
+            Queues(self.producer).resume(MODEL_QUEUE)
 
+    def chosen(self, limit: int) -> list[Letter]:
+        return list(DeadLetters(self.producer).find(Wanted()))[:limit]
+
+    @precondition(lambda self: not self.is_full)
     @rule(limit=st.integers(1, 3))
     def retry(self, limit: int) -> None:
-        chosen = list(DeadLetters(self.producer).find(Wanted()))[:limit]
-        assert DeadLetters(self.producer).retry([each.place for each in chosen]).count == len(chosen)
-        self.dead -= {each.store_id for each in chosen}
+        chosen = self.chosen(limit)
+        sound = {each.store_id for each in chosen if not each.store_id.startswith("bad-")}
+        assert DeadLetters(self.producer).retry([each.place for each in chosen]).count == len(sound)
+        self.dead -= sound
 
     @rule(limit=st.integers(1, 3))
     def discard(self, limit: int) -> None:
-        chosen = list(DeadLetters(self.producer).find(Wanted()))[:limit]
+        chosen = self.chosen(limit)
         assert DeadLetters(self.producer).discard([each.place for each in chosen]).count == len(chosen)
         self.dead -= {each.store_id for each in chosen}
-        self.done |= {each.store_id for each in chosen}
+        self.expected -= {each.store_id for each in chosen}
 
     @rule()
     def purge(self) -> None:
-        held = {key for key in self.places() if any(self.client.sismember(self.acks(worker), key) for worker in (0, 1))}
-        Queues(self.producer).purge("default")
-        self.done |= self.sent - held - self.dead
+        held = set(self.ids(*self.client.keys("dramatiq:__acks__.*")))
+        Queues(self.producer).purge(MODEL_QUEUE)
+        self.expected &= held | self.dead
 
 
-Operated.TestCase.settings = hypothesis_settings(max_examples=20, stateful_step_count=40, deadline=None)
-TestOperated = Operated.TestCase
+def test_whoever_operates_the_queue_each_message_is_in_exactly_one_place(state_dir: Path) -> None:
+    hold(Operated, state_dir, examples=30)

@@ -10,7 +10,18 @@ import dramatiq
 from dramatiq import Message
 from playwright.async_api import Browser, BrowserContext, ElementHandle, Page, Response
 
-from asyncworker import Attempt, Session, SessionActor, Settings, actor, get_broker, open_session
+from asyncworker import (
+    Attempt,
+    SentMessage,
+    Session,
+    SessionActor,
+    Settings,
+    actor,
+    aresult,
+    get_broker,
+    open_session,
+)
+from asyncworker.errors import BrokerUnavailable
 from asyncworker.middleware import Middleware
 from asyncworker.testing import Document, FakeEngine, StubWorker, stub_worker
 
@@ -50,6 +61,30 @@ assert_type(nothing.send(), Message[None])
 assert_type(bare.message("https://example.com", seed=42), Message[str])
 assert_type(bare.send_with_options(args=("https://example.com",), kwargs={"seed": 42}, delay=5_000), Message[str])
 assert_type(bare.message_with_options(args=("https://example.com",), max_retries=0), Message[str])
+
+# --- from an event loop
+
+
+async def producer() -> None:
+    assert_type(await bare.asend("https://example.com"), SentMessage[str])
+    assert_type(await bare.asend("https://example.com", seed=42), SentMessage[str])
+    assert_type(await scrape.asend("https://example.com", {"title": "h1"}, timeout_ms=5), SentMessage[dict[str, str]])
+    assert_type(await nothing.asend(), SentMessage[None])
+    assert_type(await bare.asend_with_options(args=("https://example.com",), delay=5_000), SentMessage[str])
+    assert_type(await bare.amessage("https://example.com"), Message[str])
+    assert_type(await (await bare.asend("https://example.com")).aresult(timeout_ms=500), str)
+    assert_type((await called.asend("https://example.com")).get_result(), int)
+    assert_type(await aresult(called.send("https://example.com"), timeout_ms=500), int)
+    message: Message[str] = await bare.asend("https://example.com")
+    assert_type(await get_broker().aenqueue(plain_actor.message("https://example.com"), delay=500), SentMessage[str])
+    assert_type(await get_broker().asend_many([message, (called.message(""), 500)]), list[SentMessage[Any]])
+    assert_type(get_broker().send_many([message, (called.message(""), 500)]), list[Message[Any]])
+    try:
+        await get_broker().asend_many([message])
+    except BrokerUnavailable as error:
+        assert_type(error.sent, bool | None)
+        await get_broker().asend_many(error.untaken or [])
+
 
 # --- results
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from playwright.async_api import Page
 
-from asyncworker import Session, actor, open_session
+from asyncworker import Session, actor, get_broker, open_session
 
 
 @actor
@@ -39,6 +39,18 @@ title.send("https://example.com", colour="blue")  # E: call-arg
 without_seed.send("https://example.com", seed=42)  # E: call-arg
 title.message(3)  # E: arg-type
 title.send_with_options("https://example.com")  # E: arg-type, call-arg
+
+
+async def producer() -> int:
+    await title.asend(3)  # E: arg-type
+    await title.asend()  # E: call-arg
+    await title.asend("https://example.com", seed="42")  # E: arg-type
+    await title.amessage("https://example.com", 42)  # E: call-arg
+    await title.send("https://example.com").aresult()  # E: attr-defined
+    await (await title.asend("https://example.com")).aresult(60)  # E: call-arg
+    await get_broker().asend_many([title.message("https://example.com"), "https://example.com"])  # E: list-item
+    return await (await title.asend("https://example.com")).aresult()  # E: return-value
+
 
 wrong_result: int = title.send("https://example.com").get_result()  # E: assignment
 

@@ -30,7 +30,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
 
 
 def test_the_required_benchmarks_are_there() -> None:
-    assert {"loop_lag", "overhead", "startup"} <= set(SCRIPTS)
+    assert {"broker", "loop_lag", "overhead", "startup"} <= set(SCRIPTS)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -233,3 +233,139 @@ def test_a_run_leaves_no_process_and_no_file_when_it_fails(load: Load) -> None:
     psutil.wait_procs([left], timeout=10)
     assert not folder.exists()
     assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE
+
+
+def found(load: Load, *, turns: list[dict[str, Any]], **facts: Any) -> Any:
+    """What broker.py finds; a turn is a system's (drain/s, enqueue/s) or its pick-ups in ms."""
+    trials = load("_broker_trials")
+    rotations = [
+        {
+            name: trials.Turn(tuple(of), None, None) if isinstance(of, list) else trials.Turn((), *of)
+            for name, of in one.items()
+        }
+        for one in turns
+    ]
+    rest = {"idle": {}, "memory": {}, "recovery": {}} | facts
+    versions = {name: f"{name} 1" for one in turns for name in one} | dict.fromkeys(rest["recovery"], "1")
+    return load("_broker_figures").Found(versions, {}, rotations, trials.Quiet(**rest))
+
+
+def verdicts(report: Any) -> dict[str, bool]:
+    return {check.name: check.ok for check in report.checks}
+
+
+def test_broker_compares_within_a_rotation_so_that_a_slow_minute_slows_both(load: Load) -> None:
+    turns = [{"plain": (1_000, 3_000), "ours": (1_600, 2_800)}, {"plain": (100, 300), "ours": (160, 280)}]
+    report = load("_broker_figures").judge(found(load, turns=turns))
+    assert report.as_json()["systems"]["ours"]["drain_per_s_of_plain"] == {"median": 1.6, "min": 1.6, "max": 1.6}
+    assert verdicts(report) == {"drain: ours / plain Dramatiq": True, "enqueue: ours / plain Dramatiq": True}
+
+
+def test_broker_shows_what_is_missed_and_does_not_fail_by_it(load: Load) -> None:
+    report = load("_broker_figures").judge(
+        found(
+            load,
+            turns=[{"plain": (1_000, 3_000), "ours": (1_490, 2_690)}],
+            idle={"ours": 0.5},
+            recovery={"ours": load("_broker_trials").Recovered(17.1, 60.0)},
+        )
+    )
+    assert set(verdicts(report).values()) == {False}
+    assert len(verdicts(report)) == 4
+    assert report.ok
+
+
+def test_broker_holds_ours_against_the_rival_that_drains_fastest_beside_it(load: Load) -> None:
+    turns = [
+        {"ours": (2_000, 1), "arq": (200, 1), "saq": (1_900, 1), "celery": (700, 1)},
+        {"ours": (2_000, 1), "arq": (200, 1), "saq": (2_500, 1), "celery": (700, 1)},
+        {"ours": (2_000, 1), "arq": (200, 1), "saq": (2_100, 1), "celery": (700, 1)},
+    ]
+    (check,) = load("_broker_figures").judge(found(load, turns=turns)).checks
+    assert check.name == "drain: ours / fastest other (saq)"
+    assert check.value == pytest.approx(2_000 / 2_100)
+    assert not check.ok
+
+
+def test_broker_takes_percentiles_of_all_rotations_together(load: Load) -> None:
+    pickups = [float(number) for number in range(1, 101)]
+    report = load("_broker_figures").judge(found(load, turns=[{"ours": pickups[50:]}, {"ours": pickups[:50]}]))
+    assert report.as_json()["systems"]["ours"]["pickup_ms"] == {
+        "p50": 50.0,
+        "p95": 95.0,
+        "messages": 100,
+        "p50_by_rotation": [75.0, 25.0],
+    }
+
+
+@pytest.mark.parametrize(("values", "percent", "expected"), [([7.0], 95, 7.0), ([3.0, 1.0, 2.0], 50, 2.0)])
+def test_a_percentile_is_one_of_the_values(values: list[float], percent: float, expected: float, load: Load) -> None:
+    assert load("_broker_figures").percentile(values, percent) == expected
+
+
+def test_broker_says_that_a_recovery_was_given_up_and_counts_it_as_missed(load: Load) -> None:
+    figures, trials = load("_broker_figures"), load("_broker_trials")
+    given_up = trials.Recovered(None, 60.0)
+    report = figures.judge(found(load, turns=[], recovery={"plain": given_up, "ours": given_up}))
+    assert figures.shown(given_up) == "> 60 s"
+    assert report.as_json()["systems"]["plain"]["recovery_s"] == {"longer_than": 60.0}
+    assert verdicts(report) == {"recovery, s": False}
+    broker = load("broker")
+    assert all(plan.recovery_s > figures.RECOVERY_S for plan in (broker.FULL, broker.QUICK))
+
+
+def test_a_drain_runs_from_the_first_beginning_to_the_last(load: Load) -> None:
+    assert load("_broker_trials").drain_rate([3_000_000_000, 1_000_000_000, 2_000_000_000]) == pytest.approx(1.0)
+
+
+def test_each_system_comes_first_in_turn(load: Load) -> None:
+    order = load("_broker_trials").order
+    assert [order(["a", "b", "c"], number) for number in range(4)] == [
+        ["a", "b", "c"],
+        ["b", "c", "a"],
+        ["c", "a", "b"],
+        ["a", "b", "c"],
+    ]
+
+
+@pytest.mark.parametrize(("ran", "missing", "twice"), [([1, 2, 3], 0, 0), ([1, 3], 1, 0), ([1, 2, 2, 3], 0, 1)])
+def test_a_message_that_is_lost_or_runs_twice_fails_the_measurement(
+    ran: list[int], missing: int, twice: int, load: Load, tmp_path: Path
+) -> None:
+    systems = load("_broker_systems")
+    stamps = tmp_path / "stamps"
+    stamps.write_bytes(b"".join(systems.STAMP.pack(number, 10 * number) for number in [-1, *ran]))
+    child = load("_workshop").Child("worker", None, tmp_path)
+    worker = systems.Worker(systems.SYSTEMS["plain"], child, stamps)
+    if not missing and not twice:
+        assert worker.times(range(1, 4)) == {1: 10, 2: 20, 3: 30}
+        return
+    with pytest.raises(ValueError, match=f"of 3 messages {missing} did not run, and {twice} ran more than once"):
+        worker.times(range(1, 4))
+
+
+def test_a_rival_that_fails_is_a_finding_and_ours_is_an_error(load: Load) -> None:
+    broker, systems = load("broker"), load("_broker_systems").SYSTEMS
+    absent = broker.Absent()
+    with absent.guard(systems["arq"]):
+        raise RuntimeError("its worker ended")
+    assert absent.why == {"arq": "failed: its worker ended"}
+    assert absent.present([systems["arq"], systems["saq"]]) == [systems["saq"]]
+    with pytest.raises(RuntimeError, match="ours ended"), absent.guard(systems["ours"]):
+        raise RuntimeError("ours ended")
+
+
+def test_a_system_that_is_not_installed_has_no_version(load: Load) -> None:
+    systems = load("_broker_systems")
+    nowhere = systems.System("none", "on_none", ("no-such-distribution",), (), "")
+    assert systems.installed(nowhere, sys.executable) is None
+    assert "dramatiq 2" in systems.installed(systems.SYSTEMS["plain"], sys.executable)
+
+
+@pytest.mark.parametrize(
+    "words", [["--systems", "plain,rq"], ["--only", "speed"], ["--python", "arq"], ["--python", "arq=/no/python"]]
+)
+def test_broker_refuses_what_it_does_not_know(words: list[str], load: Load) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load("broker").run(words)
+    assert ended.value.code == 2

@@ -107,7 +107,7 @@ def test_whose_message_it_was_is_known_only_where_nothing_was_repeated(
     assert message.taken == [None if repeated else False]
 
 
-@pytest.mark.parametrize("error", [redis.ResponseError("NOPERM no permission"), ValueError("unexpected")], ids=str)
+@pytest.mark.parametrize("error", [redis.ResponseError("WRONGTYPE no set"), ValueError("unexpected")], ids=str)
 def test_what_a_store_refuses_for_good_is_said_and_the_next_is_settled(
     store: Store, desk: Settling, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
@@ -120,6 +120,16 @@ def test_what_a_store_refuses_for_good_is_said_and_the_next_is_settled(
     assert (first.taken, second.taken) == ([None], [True])
     assert "refuses to settle messages of the queue 'default'" in caplog.text
     assert "first" in caplog.text
+
+
+def test_a_worker_that_is_locked_out_waits_to_be_let_in_and_says_what_to_do(
+    store: Store, desk: Settling, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.answers = [redis.ResponseError("NOPERM no permission"), Settled([True], [])]
+    message = Message("first")
+    desk.put(message.done)
+    wait_until(lambda: message.taken, "it was taken once the worker was let in")
+    assert "check the user and the password in ASYNCWORKER_BROKER_URL" in caplog.text
 
 
 def test_a_row_that_a_full_store_refuses_waits_and_holds_no_message_up(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -154,12 +156,12 @@ def test_a_time_limit_that_is_expected_is_not_retried(worker: StubWorker) -> Non
 
 
 def test_cleanup_that_never_ends_costs_its_budget_and_not_the_slot(fake_engine: FakeEngine) -> None:
+    let_go = threading.Event()
+
     async def body(session: Session) -> None:
-        while True:
-            try:
-                await asyncio.sleep(60)
-            except asyncio.CancelledError:
-                continue
+        while not let_go.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
 
     settings = load({}, cleanup_timeout_ms=300, stop_timeout_ms=300)
     with stub_worker(engine=fake_engine, settings=settings, threads=1) as worker:
@@ -171,6 +173,7 @@ def test_cleanup_that_never_ends_costs_its_budget_and_not_the_slot(fake_engine: 
             return "fine"
 
         assert worker.run(quick(fine, actor_name="fine").message()) == "fine"
+        let_go.set()
 
 
 def test_a_broken_engine_fails_the_message_and_is_retried(worker: StubWorker, fake_engine: FakeEngine) -> None:
