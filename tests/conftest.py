@@ -7,6 +7,7 @@ import multiprocessing.resource_tracker
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -41,6 +42,9 @@ settings.load_profile("patient")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell without job control starts what ends with & like this, and all that is started here would inherit it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ[MARK] = f"{os.getpid()}.{secrets.token_hex(8)}"  # noqa: TID251 -- tests are no part of the package
 
 
