@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncworker.prefetch import MOST_AHEAD, SHORT_S, Prefetch
+from asyncworker.prefetch import MOST_AHEAD, SHORT_S, WEIGHT, Prefetch
 
 
 class Worker:
@@ -37,7 +37,7 @@ def test_a_worker_takes_as_many_messages_as_it_has_threads(worker: Worker) -> No
 
 
 def test_a_worker_of_long_messages_never_takes_more(worker: Worker) -> None:
-    worker.run(100, for_s=SHORT_S)
+    worker.run(100, for_s=2 * SHORT_S)
     assert worker.prefetch.most == 4
 
 
@@ -61,10 +61,10 @@ def test_a_worker_of_short_messages_hands_out_twice_as_many_as_it_has_threads(wo
 
 
 @pytest.mark.parametrize("end", ["a long message", "threads that are held up"])
-def test_more_is_taken_only_while_every_message_is_short(worker: Worker, end: str) -> None:
+def test_more_is_taken_only_while_messages_are_short(worker: Worker, end: str) -> None:
     worker.run(100, for_s=0)
     if end == "a long message":
-        worker.run(1, for_s=SHORT_S)
+        worker.run(1, for_s=SHORT_S / WEIGHT)
     else:
         worker.prefetch.stuck()
     assert worker.prefetch.most == 4
@@ -73,3 +73,22 @@ def test_more_is_taken_only_while_every_message_is_short(worker: Worker, end: st
 def test_what_was_never_handed_out_counts_for_nothing(worker: Worker) -> None:
     worker.prefetch.done("given back")
     assert (worker.prefetch.most, worker.prefetch.out) == (4, 0)
+
+
+def test_a_short_message_that_the_machine_held_up_makes_no_difference(worker: Worker) -> None:
+    worker.run(100, for_s=SHORT_S / 4)
+    most = worker.prefetch.most
+    worker.run(1, for_s=2 * SHORT_S)
+    assert worker.prefetch.most == most > 4
+
+
+def test_how_long_a_message_waited_for_a_thread_does_not_count(worker: Worker) -> None:
+    """Eight at once, one thread: the last has waited for seven."""
+    for _ in range(20):
+        identifiers = [str(number) for number in range(8)]
+        for identifier in identifiers:
+            worker.prefetch.hand_out(identifier)
+        for identifier in identifiers:
+            worker.now_s += SHORT_S / 2
+            worker.prefetch.done(identifier)
+    assert worker.prefetch.most == 4 + 4 * MOST_AHEAD
