@@ -85,8 +85,11 @@ class Deployment:
         self.settings: Settings = load(
             {}, **({"engine": "chromium", "state_dir": directory, "output_dir": directory / "out"} | settings)
         )
-        self.broker: WorkerBroker = make_redis_broker(self.settings)
+        self.broker: WorkerBroker = self.make_broker()
         self._logs = 0
+
+    def make_broker(self) -> WorkerBroker:
+        return make_redis_broker(self.settings)
 
     @contextlib.contextmanager
     def worker(
