@@ -196,4 +196,3 @@ class RabbitDeployment(Deployment):
     def put(self, queue: str, body: bytes) -> None:
         with self.channel() as channel:
             channel.basic_publish("", queue, body)
-
