@@ -153,7 +153,6 @@ def rabbit_server() -> Iterator[RabbitServer]:
     directory = Path(tempfile.mkdtemp(prefix="aw-rabbit-"))
     server = RabbitServer(directory)
     try:
-        server.start()
         yield server
     finally:
         server.close()

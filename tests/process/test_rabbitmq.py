@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ def shared_server() -> Iterator[RabbitServer]:
     if not is_installed():
         missing("no RabbitMQ server on this machine: `make rabbitmq` gets one")
     with rabbit_server() as server:
+        server.start()
         yield server
 
 
@@ -100,7 +102,8 @@ def test_a_delayed_message_is_run_when_it_is_due_and_not_before(deployment: Rabb
         sent_ms = time.time() * 1000
         message = deployment.send("add", 1, 2, queue="plain", delay=1_500)
         assert deployment.result(message) == 3
-        assert deployment.rows(message)[0].opened_ms - sent_ms >= 1_490
+        (row,) = wait_until(lambda: deployment.rows(message), "its row")
+        assert row.opened_ms - sent_ms >= 1_490
 
 
 def test_a_body_that_is_no_message_is_rejected_as_it_is_and_the_good_ones_go_on(deployment: RabbitDeployment) -> None:
@@ -122,7 +125,7 @@ def test_a_message_that_was_moved_to_another_queue_is_run_there(deployment: Rabb
     with deployment.worker("-p", "1", "-t", "1", "-Q", "plain") as worker:
         wait_until(lambda: deployment.waiting("plain.XQ") == 0, "the worker has created its queue")
         deployment.put("plain", body)
-        assert deployment.result(moved) == 3
+        wait_until(lambda: [row.outcome for row in deployment.rows(moved)] == [Outcome.succeeded], "it is done")
         assert worker.stop() == 0
     assert deployment.waiting("plain") == 0
 
@@ -140,7 +143,7 @@ def test_a_worker_that_stops_leaves_what_it_has_not_begun_to_the_others(deployme
                 wait_until(lambda other=other: deployment.rows(other), "another worker has run it")  # type: ignore[misc]
             assert deployment.rows(first)[0].outcome is Outcome.running
             gate.touch()
-            assert stopping.stop() == 0
+            assert stopping.command.wait(40) == 0
     assert deployment.rows(first)[0].outcome is Outcome.succeeded
 
 
@@ -213,21 +216,23 @@ def test_the_commands_know_rabbitmq(deployment: RabbitDeployment) -> None:
     with deployment.worker("-p", "1", "-t", "1", "-Q", "plain"):
         sent = operating.run(deployment, "send", "add", "1", "2", "--wait", cwd=HOME)
         assert (sent.returncode, sent.stdout) == (0, "3\n"), sent.stderr
-    for words in (["queues"], ["pause", "plain"], ["resume", "plain"], ["purge", "plain", "--yes"], ["dead", "list"]):
+    for words in (["queues"], ["purge", "plain", "--yes"], ["dead", "list"]):
         refused = operating.run(deployment, *words)
         assert refused.returncode == 2
         assert "rabbitmqctl" in refused.stderr.replace("\n", "")
         assert PASSWORD not in refused.stderr
-    checks = {check["name"]: check for check in operating.facts(deployment, "doctor", code=1)["checks"]}
+    examined = operating.run(deployment, "doctor", "--json", cwd=HOME)
+    checks = {check["name"]: check for check in json.loads(examined.stdout)["checks"]}
     assert (checks["broker"]["state"], checks["store"]["state"]) == ("ok", "ok"), checks
-    assert "RabbitMQ 3." in checks["broker"]["detail"] or "RabbitMQ 4." in checks["broker"]["detail"]
+    assert re.search(r"RabbitMQ \d+\.\d+", checks["broker"]["detail"])
+    assert PASSWORD not in examined.stdout
     down = operating.run(deployment, "down")
     assert (down.returncode, "did not start" in down.stderr) == (2, True)
 
 
 @pytest.fixture
 def own_server() -> Iterator[RabbitServer]:
-    """One that the test may stop and kill."""
+    """One that the test starts, stops and kills."""
     if not is_installed():
         missing("no RabbitMQ server on this machine: `make rabbitmq` gets one")
     with rabbit_server() as server:
@@ -237,29 +242,33 @@ def own_server() -> Iterator[RabbitServer]:
 def test_workers_wait_for_a_server_that_is_away_and_go_on_and_producers_are_told_in_time(
     own_server: RabbitServer, state_dir: Path
 ) -> None:
-    own_server.kill()
-    with deployed(state_dir, own_server.new_url(), send_timeout_ms=1_500) as deployment:
-        with deployment.worker("-p", "1", "-t", "1", "-Q", "plain") as worker:
-            worker.ready().wait_for_log("Restarting consumer")
-            assert refusal(deployment) is False
+    options, soon = ("-p", "1", "-t", "1", "-Q", "plain"), {"dramatiq_restart_delay": "300"}
+    with (
+        deployed(state_dir, own_server.new_url(), send_timeout_ms=1_500) as deployment,
+        deployment.worker(*options, environment=soon) as worker,
+    ):
+        worker.ready().wait_for_log("Restarting consumer")
+        assert refusal(deployment) is False
 
-            own_server.start()
-            assert deployment.result(deployment.send("add", 1, 2, queue="plain")) == 3
+        own_server.start()
+        assert deployment.result(deployment.send("add", 1, 2, queue="plain")) == 3
 
-            own_server.kill()
-            worker.wait_for_log("connection error", times=4)  # of the queue and its delayed messages, twice each
-            assert refusal(deployment) is False
+        own_server.kill()
+        away = worker.log.count("connection error")
+        worker.wait_for_log("connection error", times=away + 2)
+        assert refusal(deployment) is False
 
-            own_server.start()
-            assert deployment.result(deployment.send("add", 3, 4, queue="plain")) == 7
-            assert len(set(worker.workers)) == 1, "no worker process was replaced"
-            assert PASSWORD not in worker.log
-            assert worker.stop() == 0
+        own_server.start()
+        assert deployment.result(deployment.send("add", 3, 4, queue="plain")) == 7
+        assert len(set(worker.workers)) == 1, "no worker process was replaced"
+        assert PASSWORD not in worker.log
+        assert worker.stop() == 0
 
 
 def test_a_producer_waits_for_a_server_that_hangs_no_longer_than_it_wants(
     own_server: RabbitServer, state_dir: Path
 ) -> None:
+    own_server.start()
     with deployed(state_dir, own_server.new_url(), send_timeout_ms=1_000) as deployment:
         deployment.send("add", 0, 0, queue="plain")
         own_server.signal(signal.SIGSTOP)
@@ -293,7 +302,8 @@ def test_a_redis_broker_may_have_its_results_its_ledger_and_its_seed_in_another_
         with redis.Redis(unix_socket_path=str(store)) as client:
             kept = {bytes(key).partition(b":")[0] for key in client.scan_iter()}
         here = {bytes(key).partition(b":")[0] for key in deployment.broker.client.scan_iter()}
-        assert (kept, here) == ({b"asyncworker", b"dramatiq-results"}, {b"dramatiq"})
+        assert here == {b"dramatiq"}
+        assert b"asyncworker" in kept and b"dramatiq" not in kept
         deployment.broker.close()
         deployment.broker.client.close()
     finally:
