@@ -303,7 +303,8 @@ def test_a_redis_broker_may_have_its_results_its_ledger_and_its_seed_in_another_
             kept = {bytes(key).partition(b":")[0] for key in client.scan_iter()}
         here = {bytes(key).partition(b":")[0] for key in deployment.broker.client.scan_iter()}
         assert here == {b"dramatiq"}
-        assert b"asyncworker" in kept and b"dramatiq" not in kept
+        assert b"asyncworker" in kept
+        assert b"dramatiq" not in kept
         deployment.broker.close()
         deployment.broker.client.close()
     finally:
