@@ -98,8 +98,8 @@ def remedy(error: BaseException) -> str:
     if not locked_out(error):
         return ""
     return (
-        "; the store does not let this process do that: check the user and the password in ASYNCWORKER_BROKER_URL, "
-        "and what the store's ACL lets that user do"
+        "; the store does not let this process do that: check the user and the password in ASYNCWORKER_BROKER_URL "
+        "(or ASYNCWORKER_STORE_URL, where that is set), and what the store's ACL lets that user do"
     )
 
 

@@ -85,21 +85,22 @@ class WorkerRabbitmqBroker(PatientAfterAttempts, ProducerBroker, RabbitmqBroker)
                 for the broker, since what is not enqueued then is lost.
             ConnectionClosed: The same, for a delayed message that is due: its consumer begins again.
         """
-        queue_name = message.queue_name
+        given, queue_name = message, message.queue_name
         self.declare_queue(queue_name)
         if delay is not None:
             queue_name = dq_name(queue_name)
             message = message.copy(queue_name=queue_name, options={"eta": current_millis() + delay})
         self.emit_before("enqueue", message, delay)
-        if self.is_after_attempt:
-            patiently(lambda: self._publish(message, queue_name, wait_s=None), "enqueue what follows an attempt")
-        elif isinstance(threading.current_thread(), ConsumerThread):
-            try:
+        try:
+            if self.is_after_attempt:
+                patiently(lambda: self._publish(message, queue_name, wait_s=None), "enqueue what follows an attempt")
+            else:
                 self._deliver(message, queue_name)
-            except BrokerUnavailable as error:
+        except BrokerUnavailable as error:
+            if isinstance(threading.current_thread(), ConsumerThread):
                 raise ConnectionClosed(error) from error
-        else:
-            self._deliver(message, queue_name)
+            error.taken, error.untaken = [], [given if delay is None else (given, delay)]
+            raise
         self.emit_after("enqueue", message, delay)
         return message
 

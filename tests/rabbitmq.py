@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import socket
 import subprocess
@@ -20,6 +19,7 @@ from asyncworker import embedded
 from asyncworker.broker import make_broker
 from asyncworker.rabbitmq import WorkerRabbitmqBroker
 from asyncworker.settings import child_environment
+from tests.conftest import SHARED
 from tests.waiting import wait_until
 from tests.workers import Deployment
 
@@ -28,12 +28,9 @@ SERVER = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
 
 USER, PASSWORD = "worker", "s3cret-of-the-test"
 
-#: Made with the server, since making one later takes a second: so many tests may have one of their own.
-VHOSTS = 30
-
-CONFIGURATION = """
-load_definitions = {directory}/definitions.json
-loopback_users = none
+CONFIGURATION = f"""
+default_user = {USER}
+default_pass = {PASSWORD}
 log.file = false
 log.console = true
 log.console.level = warning
@@ -42,8 +39,13 @@ disk_free_limit.absolute = 1MB
 """
 
 
-def is_installed() -> bool:
-    return SERVER.exists() and shutil.which("epmd") is not None
+def why_missing() -> tuple[str | None, bool]:
+    """Why there is no server here, if so; and whether it can be had, so that a test without it must fail in CI."""
+    if SERVER.exists() and shutil.which("epmd") is not None:
+        return None, False
+    if shutil.which("apt-get") is None:
+        return "no RabbitMQ server on this machine, and no apt-get to get one with", False
+    return "no RabbitMQ server on this machine: `make rabbitmq` gets one", True
 
 
 class RabbitServer:
@@ -55,24 +57,12 @@ class RabbitServer:
         self.port, self._distribution_port, self._epmd_port = (each.getsockname()[1] for each in self._held)
         self._epmd: subprocess.Popen[bytes] | None = None
         self._script: subprocess.Popen[bytes] | None = None
-        self._vhosts = iter(range(VHOSTS))
         (directory / "plugins").write_text("[].")
-        (directory / "rabbitmq.conf").write_text(CONFIGURATION.format(directory=directory))
-        names = [f"v{number}" for number in range(VHOSTS)]
-        everything = {"configure": ".*", "write": ".*", "read": ".*"}
-        definitions = {
-            "users": [{"name": USER, "password": PASSWORD, "tags": ""}],
-            "vhosts": [{"name": name} for name in names],
-            "permissions": [{"user": USER, "vhost": name, **everything} for name in names],
-        }
-        (directory / "definitions.json").write_text(json.dumps(definitions))
+        (directory / "rabbitmq.conf").write_text(CONFIGURATION)
 
-    def url(self, vhost: str, *, port: int | None = None) -> str:
-        return f"amqp://{USER}:{PASSWORD}@127.0.0.1:{port or self.port}/{vhost}"
-
-    def new_url(self) -> str:
-        """The URL of a virtual host that no other test uses."""
-        return self.url(f"v{next(self._vhosts)}")
+    @property
+    def url(self) -> str:
+        return f"amqp://{USER}:{PASSWORD}@127.0.0.1:{self.port}"
 
     def start(self) -> None:
         log = (self.directory / "server.log").open("ab")
@@ -89,6 +79,7 @@ class RabbitServer:
     def _environment(self) -> dict[str, str]:
         home = str(self.directory)
         return child_environment(
+            **{SHARED: "1"},
             HOME=home,
             ERL_EPMD_PORT=str(self._epmd_port),
             ERL_EPMD_ADDRESS="127.0.0.1",
@@ -106,17 +97,21 @@ class RabbitServer:
 
     def _answers(self) -> bool:
         try:
-            pika.BlockingConnection(pika.URLParameters(self.url(f"v{VHOSTS - 1}"))).close()
+            pika.BlockingConnection(pika.URLParameters(self.url)).close()
         except (pika.exceptions.AMQPError, OSError):
             return False
         return True
 
-    def signal(self, number: int) -> None:
-        """Send a signal to the server itself, not to the script that started it."""
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """It answers nothing within the block, and closes nothing."""
         assert self._script is not None
-        for process in psutil.Process(self._script.pid).children():
-            if process.name().startswith("beam"):
-                process.send_signal(number)
+        (beam,) = (each for each in psutil.Process(self._script.pid).children() if each.name().startswith("beam"))
+        beam.suspend()
+        try:
+            yield
+        finally:
+            beam.resume()
 
     def kill(self) -> None:
         """End it as a crash does; its files stay."""
@@ -129,7 +124,8 @@ class RabbitServer:
                 process.kill()
         script.kill()
         script.wait(10)
-        psutil.wait_procs(below, timeout=10)
+        _, left = psutil.wait_procs(below, timeout=10)
+        assert not left, f"processes of the server were left over: {left}"
 
     def close(self) -> None:
         self.kill()
@@ -166,6 +162,7 @@ class RabbitDeployment(Deployment):
 
     def __init__(self, directory: Path, url: str, **settings: Any) -> None:
         store = f"unix://{embedded.ensure(directory)}"
+        self.url = url
         super().__init__(directory, **({"broker_url": url, "store_url": store} | settings))
 
     def make_broker(self) -> Any:
@@ -173,7 +170,7 @@ class RabbitDeployment(Deployment):
 
     @contextlib.contextmanager
     def channel(self) -> Iterator[Any]:
-        """A channel of the test's own to the deployment's virtual host."""
+        """A channel of the test's own."""
         assert self.settings.broker_url is not None
         with pika.BlockingConnection(pika.URLParameters(self.settings.broker_url.parts[0])) as connection:
             yield connection.channel()
