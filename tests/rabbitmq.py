@@ -45,7 +45,7 @@ def why_missing() -> tuple[str | None, bool]:
         return None, False
     if shutil.which("apt-get") is None:
         return "no RabbitMQ server on this machine, and no apt-get to get one with", False
-    return "no RabbitMQ server on this machine: `make rabbitmq` gets one", True
+    return "no RabbitMQ server on this machine: `make rabbitmq`, as root, gets one", True
 
 
 class RabbitServer:
