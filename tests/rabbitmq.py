@@ -17,7 +17,7 @@ import psutil
 
 from asyncworker import embedded
 from asyncworker.broker import make_broker
-from asyncworker.rabbitmq import WorkerRabbitmqBroker
+from asyncworker.rabbitmq import WorkerRabbitmqBroker, quieten
 from asyncworker.settings import child_environment
 from tests.conftest import SHARED
 from tests.waiting import wait_until
@@ -52,6 +52,7 @@ class RabbitServer:
     """A node with ports, files and a name server (epmd) of its own, on the loopback interface."""
 
     def __init__(self, directory: Path) -> None:
+        quieten()
         self.directory = directory
         self._held = [_held_port() for _ in range(3)]
         self.port, self._distribution_port, self._epmd_port = (each.getsockname()[1] for each in self._held)
@@ -97,6 +98,9 @@ class RabbitServer:
 
     def _answers(self) -> bool:
         try:
+            socket.create_connection(
+                ("127.0.0.1", self.port), timeout=5
+            ).close()  # costs less than pika, while it starts
             pika.BlockingConnection(pika.URLParameters(self.url)).close()
         except (pika.exceptions.AMQPError, OSError):
             return False
