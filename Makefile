@@ -17,7 +17,7 @@ AT_ONCE ?= 3
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test check browser bench clean
+.PHONY: help demo test check browser rabbitmq bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,7 +25,7 @@ help: ## this list
 demo: $(INSTALLED) ## 40 pages scraped by a real worker; options in ARGS="--json"
 	@$(BIN)/asyncworker demo $(ARGS)
 
-test: $(INSTALLED) browser check ## a browser, lint, types and the whole test suite; options in ARGS="-k crash"
+test: $(INSTALLED) browser rabbitmq check ## a browser, RabbitMQ, lint, types and the whole test suite; options in ARGS="-k crash"
 	$(TEST_ENVIRONMENT) $(BIN)/pytest -n $(AT_ONCE) --dist worksteal $(ARGS)
 
 check: $(INSTALLED) ## format, lint and types
@@ -35,6 +35,9 @@ check: $(INSTALLED) ## format, lint and types
 
 browser: $(INSTALLED) ## find or install the browser of the tests
 	@$(TEST_ENVIRONMENT) ASYNCWORKER_ENGINE=chromium $(BIN)/asyncworker doctor --install
+
+rabbitmq: $(INSTALLED) ## find or install the RabbitMQ server of the tests; no service is started
+	@$(BIN)/python -m tests.getting_rabbitmq
 
 bench: $(INSTALLED) browser ## every benchmark; options in ARGS="--quick"
 	@for script in benchmarks/[!_]*.py; do \

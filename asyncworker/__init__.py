@@ -15,7 +15,9 @@ A map, top to bottom; each file may import what stands above it in its group or 
     middleware, retries, prefetch, consumer     what fires when, and what takes messages off a queue
     exchange, delivery                          how a producer asks the store, and has it take messages
     result_watch, results, producing            where results lie, how a loop waits for them, and how it sends
-    redis_broker, broker                        the broker, and the order of all of it
+    redis_broker                                Redis or Valkey as the broker
+    speaking, rabbitmq_consumer, rabbitmq       RabbitMQ as the broker
+    broker                                      which of them, and the order of its middleware
     actor, deployment, actors                   @actor; the entry of `dramatiq asyncworker.actors`
     commands, installing, doctor, sending       what the command `asyncworker` does,
     queues, dead_letters, identities, demo/     with its demo

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 from collections.abc import Callable
 from typing import cast
@@ -21,7 +23,8 @@ from dramatiq.results import Results
 from dramatiq.results.backend import ResultBackend
 
 from asyncworker.connecting import connect
-from asyncworker.errors import ConfigurationError
+from asyncworker.errors import BrokerUnavailable, ConfigurationError
+from asyncworker.exchange import Exchange, NotSent, Unanswered
 from asyncworker.heartbeat import Heartbeat
 from asyncworker.identity import new_seed
 from asyncworker.ledger import Ledger, RedisLedger
@@ -31,6 +34,7 @@ from asyncworker.redis_broker import WorkerBroker
 from asyncworker.results import PatientResults
 from asyncworker.retries import Retries
 from asyncworker.settings import Settings, load
+from asyncworker.urls import SecretUrl
 
 #: The deployment's seed, drawn by whoever asks first.
 SEED_KEY = "asyncworker:seed"
@@ -66,10 +70,20 @@ def get_broker(settings: Settings | None = None) -> ProducerBroker:
     return cast(ProducerBroker, existing)
 
 
-def make_broker(settings: Settings) -> WorkerBroker:
-    """A new broker for these settings, not made global."""
-    url = settings.broker_url
-    client = connect(settings)
+def make_broker(settings: Settings) -> ProducerBroker:
+    """A new broker for these settings, not made global.
+
+    Raises:
+        ConfigurationError: When they name a broker that cannot be used.
+    """
+    if settings.broker_url is not None and settings.broker_url.is_rabbitmq:
+        return _make_rabbitmq_broker(settings, settings.broker_url)
+    return make_redis_broker(settings)
+
+
+def make_redis_broker(settings: Settings) -> WorkerBroker:
+    """The broker of settings that name Redis or Valkey, or none."""
+    url, client = settings.broker_url, connect(settings)
     broker = WorkerBroker(
         client=client,
         where=str(url) if url else f"embedded Valkey in {settings.state_dir}",
@@ -77,14 +91,52 @@ def make_broker(settings: Settings) -> WorkerBroker:
         send_timeout_ms=settings.send_timeout_ms,
     )
     broker.add_middleware(Heartbeat())
+    if settings.store_url is not None:
+        _add_middleware_with_store(broker, settings, settings.store_url)
+        return broker
     for middleware in middleware_in_order(
         settings,
+        # Rows travel with the acknowledgements, which go to the same store.
         ledger=RedisLedger(client, behind=broker.settling.put),
         results=PatientResults(client=client),
-        draw_seed=lambda: _stored_seed(broker),
+        draw_seed=lambda: _stored_seed(broker, broker.exchange, broker.where),
     ):
         broker.add_middleware(middleware)
     return broker
+
+
+def _make_rabbitmq_broker(settings: Settings, url: SecretUrl) -> ProducerBroker:
+    if settings.store_url is None:  # refused by the settings, which say what to set
+        raise ConfigurationError(f"{url} is RabbitMQ, and there is no store", name="ASYNCWORKER_STORE_URL")
+    try:
+        from asyncworker.rabbitmq import Stopping, WorkerRabbitmqBroker
+    except ModuleNotFoundError as error:
+        if error.name != "pika":
+            raise
+        raise ConfigurationError(
+            f"the broker {url} is RabbitMQ, and pika, which speaks to it, is not installed: "
+            f"`{sys.executable} -m pip install 'asyncworker[rabbitmq]'`",
+            name="ASYNCWORKER_BROKER_URL",
+        ) from None
+    broker = WorkerRabbitmqBroker(
+        url=url, heartbeat_timeout_ms=settings.heartbeat_timeout_ms, send_timeout_ms=settings.send_timeout_ms
+    )
+    broker.add_middleware(Stopping())
+    _add_middleware_with_store(broker, settings, settings.store_url)
+    return broker
+
+
+def _add_middleware_with_store(broker: ProducerBroker, settings: Settings, url: SecretUrl) -> None:
+    """The same middleware, whose data lie in a store that is not the broker."""
+    client = connect(settings.model_copy(update={"broker_url": url}))
+
+    def draw_seed() -> int:
+        with contextlib.closing(Exchange(client.connection_pool)) as exchange:
+            return _stored_seed(broker, exchange, str(url))
+
+    ledger, results = RedisLedger(client), PatientResults(client=client)
+    for middleware in middleware_in_order(settings, ledger=ledger, results=results, draw_seed=draw_seed):
+        broker.add_middleware(middleware)
 
 
 def middleware_in_order(
@@ -108,12 +160,23 @@ def middleware_in_order(
 _drawing = threading.Lock()
 
 
-def _stored_seed(broker: WorkerBroker) -> int:
-    """The deployment's seed in the store; whoever asks first draws it.
+def _stored_seed(broker: ProducerBroker, exchange: Exchange, where: str) -> int:
+    """The deployment's seed in the store; whoever asks first draws it, within the time for sending.
 
     Raises:
-        BrokerUnavailable: When the store does not answer.
+        BrokerUnavailable: When the store does not answer, or refuses.
     """
+    refusal: BaseException | None
     with broker.one_send(), _drawing:  # who waits for the lock uses up its own time
-        _, seed = broker.ask(("SET", SEED_KEY, new_seed(), "NX"), ("GET", SEED_KEY))
-        return int(seed)
+        try:
+            answers = exchange.ask([("SET", SEED_KEY, new_seed(), "NX"), ("GET", SEED_KEY)], broker.deadline())
+            refusal = next((answer for answer in answers if isinstance(answer, Exception)), None)
+        except (NotSent, Unanswered) as reason:
+            refusal = reason.__cause__
+    if refusal is None:
+        return int(answers[1])
+    raise BrokerUnavailable(
+        f"the store ({where}) of the deployment's seed does not answer: {refusal}; nothing was sent",
+        url=where,
+        sent=False,
+    ) from refusal

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -32,7 +32,7 @@ from rich.text import Text
 
 from asyncworker import embedded
 from asyncworker.engines.finding import find, needs_xvfb, which
-from asyncworker.errors import EngineMissing
+from asyncworker.errors import BrokerUnavailable, ConfigurationError, EngineMissing
 from asyncworker.settings import EngineName, Settings, child_environment, foreign
 from asyncworker.urls import SecretUrl
 
@@ -275,6 +275,11 @@ def _reap_own(pid: int) -> None:
 
 
 def _broker(settings: Settings) -> Iterator[Check]:
+    if settings.store_url is not None:
+        yield from (_of_the_store(check) for check in _broker_at(settings.store_url))
+    if settings.broker_url is not None and settings.broker_url.is_rabbitmq:
+        yield _rabbitmq(settings.broker_url)
+        return
     if settings.broker_url is not None:
         yield from _broker_at(settings.broker_url)
         return
@@ -292,6 +297,25 @@ def _broker(settings: Settings) -> Iterator[Check]:
     running = embedded.answers(embedded.socket_path(folder))
     when = "running" if running else "started with the first message or worker"
     yield Check("broker", State.ok, f"embedded Valkey in {folder} ({when}), from {server}")
+
+
+def _of_the_store(check: Check) -> Check:
+    remedy = check.remedy and check.remedy.replace("ASYNCWORKER_BROKER_URL", "ASYNCWORKER_STORE_URL")
+    return replace(check, name="store" if check.name == "broker" else check.name, remedy=remedy)
+
+
+def _rabbitmq(url: SecretUrl) -> Check:
+    try:
+        from asyncworker.rabbitmq import version_of
+    except ModuleNotFoundError:
+        remedy = f"`{sys.executable} -m pip install 'asyncworker[rabbitmq]'`"
+        return Check("broker", State.failed, f"{url} is RabbitMQ, and pika is not installed", remedy)
+    try:
+        version = version_of(url, timeout_s=BROKER_TIMEOUT_MS / 1000)
+    except (BrokerUnavailable, ConfigurationError) as error:
+        remedy = "start it, or correct ASYNCWORKER_BROKER_URL; a worker would wait for it"
+        return Check("broker", State.failed, f"{url} does not answer: {error}", remedy)
+    return Check("broker", State.ok, f"{version} at {url}")
 
 
 def _broker_at(url: SecretUrl) -> Iterator[Check]:

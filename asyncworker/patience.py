@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import redis
-from dramatiq import ConnectionClosed
+from dramatiq import Broker, ConnectionClosed
 from redis.exceptions import (
     AuthenticationError,
     AuthenticationWrongNumberOfArgsError,
@@ -97,10 +98,32 @@ def remedy(error: BaseException) -> str:
     if not locked_out(error):
         return ""
     return (
-        "; the store does not let this process do that: check the user and the password in ASYNCWORKER_BROKER_URL, "
-        "and what the store's ACL lets that user do"
+        "; the store does not let this process do that: check the user and the password in ASYNCWORKER_BROKER_URL "
+        "(or ASYNCWORKER_STORE_URL, where that is set), and what the store's ACL lets that user do"
     )
 
 
 def _cause(error: BaseException) -> BaseException | None:
     return error if isinstance(error, redis.RedisError) else error.__cause__
+
+
+#: True in a worker thread while the hooks after an attempt run.
+_after_attempt: ContextVar[bool] = ContextVar("asyncworker_after_attempt", default=False)
+
+
+class PatientAfterAttempts(Broker):
+    """A broker that knows when it is asked to enqueue what follows an attempt: that is lost unless it is enqueued."""
+
+    @property
+    def is_after_attempt(self) -> bool:
+        return _after_attempt.get()
+
+    def emit_after(self, signal: str, *args: Any, **kwargs: Any) -> None:
+        if signal != "process_message":
+            super().emit_after(signal, *args, **kwargs)
+            return
+        token = _after_attempt.set(True)
+        try:
+            super().emit_after(signal, *args, **kwargs)
+        finally:
+            _after_attempt.reset(token)

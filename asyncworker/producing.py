@@ -18,6 +18,7 @@ from dramatiq.results import Results
 from dramatiq.results.backend import DEFAULT_TIMEOUT, ResultBackend
 from dramatiq.results.errors import ResultMissing, ResultTimeout
 
+from asyncworker.errors import BrokerUnavailable
 from asyncworker.results import PatientResults
 
 R = TypeVar("R")
@@ -96,8 +97,16 @@ class ProducerBroker(Broker):
             BrokerUnavailable: When the broker did not take all of them in time. `taken` are those that it has, and
                 `untaken` the others, as they were given; `sent` is None when it may have some of these, too.
         """
-        pairs = [each if isinstance(each, tuple) else (each, None) for each in messages]
-        return [self.enqueue(message, delay=delay) for message, delay in pairs]
+        given, taken = list(messages), list[Message[Any]]()
+        with self.one_send():
+            for each in given:
+                message, delay = each if isinstance(each, tuple) else (each, None)
+                try:
+                    taken.append(self.enqueue(message, delay=delay))
+                except BrokerUnavailable as error:
+                    error.taken, error.untaken = taken, given[len(taken) :]
+                    raise
+        return taken
 
     async def aenqueue(self, message: Message[R], *, delay: int | None = None) -> SentMessage[R]:
         """Enqueue a message, `delay` ms from now, from any event loop and without blocking it.

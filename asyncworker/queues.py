@@ -13,7 +13,7 @@ from typing import Any
 import redis
 
 from asyncworker import embedded
-from asyncworker.broker import make_broker
+from asyncworker.broker import make_redis_broker
 from asyncworker.errors import BrokerUnavailable, ConfigurationError, NotThere
 from asyncworker.redis_broker import PLAIN_TIMEOUT_MS, WorkerBroker
 from asyncworker.settings import Settings
@@ -171,11 +171,18 @@ def open_broker(settings: Settings) -> Iterator[WorkerBroker]:
 
     Raises:
         BrokerUnavailable: When it does not answer, now or later in the block.
-        ConfigurationError: When none is configured, and none has ever been started here.
+        ConfigurationError: When none is configured, and none has ever been started here, or it is RabbitMQ.
     """
+    if settings.broker_url is not None and settings.broker_url.is_rabbitmq:
+        raise ConfigurationError(
+            f"the broker {settings.broker_url} is RabbitMQ, whose queues have tools of their own: `rabbitmqctl "
+            "list_queues` and `purge_queue`, and the management UI, which also moves messages. Queue Q has its delayed "
+            "messages in Q.DQ, its dead letters in Q.XQ",
+            name="ASYNCWORKER_BROKER_URL",
+        )
     if settings.broker_url is None and not embedded.socket_path(settings.state_dir).exists():
         _refuse_to_be_first(settings)
-    broker = make_broker(settings)
+    broker = make_redis_broker(settings)
     try:
         yield broker
     except redis.RedisError as error:

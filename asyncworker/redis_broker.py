@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -19,9 +18,9 @@ from asyncworker.alarm import Alarm
 from asyncworker.consumer import WorkerConsumer
 from asyncworker.delivery import Delivery, Item, Shipment, Undelivered
 from asyncworker.errors import BrokerUnavailable, ConfigurationError
-from asyncworker.exchange import Exchange, NotSent, Unanswered
+from asyncworker.exchange import Exchange
 from asyncworker.ledger import KEPT_MS, ClosedRow, text
-from asyncworker.patience import patiently
+from asyncworker.patience import PatientAfterAttempts, patiently
 from asyncworker.producing import ProducerBroker, ToSend
 from asyncworker.settling import Settled, Settling
 
@@ -42,7 +41,7 @@ KEPT_MS_BY_WORKERS = 24 * 3_600_000
 R = TypeVar("R")
 
 
-class WorkerBroker(ProducerBroker, RedisBroker):
+class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
     """Dramatiq's Redis broker, with commands of its own in the store (broker.lua).
 
     An enqueue wakes an idle consumer, delayed messages wait in the store, and a worker that died has its messages
@@ -173,37 +172,9 @@ class WorkerBroker(ProducerBroker, RedisBroker):
     def send_many(self, messages: Iterable[ToSend]) -> list[Message[Any]]:
         return self._send(list(messages))
 
-    def ask(self, *commands: tuple[Any, ...]) -> list[Any]:
-        """Ask the store something before a message is sent, in one round trip and within the time for sending.
-
-        Raises:
-            BrokerUnavailable: When it does not answer, or refuses.
-        """
-        refusal: BaseException | None
-        try:
-            answers = self.exchange.ask(commands, self.deadline())
-            refusal = next((answer for answer in answers if isinstance(answer, Exception)), None)
-        except (NotSent, Unanswered) as reason:
-            refusal = reason.__cause__
-        if refusal is None:
-            return answers
-        raise BrokerUnavailable(
-            f"the broker ({self.where}) does not answer: {refusal}; nothing was sent", url=self.where, sent=False
-        ) from refusal
-
     def close(self) -> None:
         super().close()
         self.exchange.close()
-
-    def emit_after(self, signal: str, *args: Any, **kwargs: Any) -> None:
-        if signal != "process_message":
-            super().emit_after(signal, *args, **kwargs)
-            return
-        token = _after_attempt.set(True)
-        try:
-            super().emit_after(signal, *args, **kwargs)
-        finally:
-            _after_attempt.reset(token)
 
     def _send(self, given: list[ToSend]) -> list[Message[Any]]:
         pairs = [each if isinstance(each, tuple) else (each, None) for each in given]
@@ -227,7 +198,7 @@ class WorkerBroker(ProducerBroker, RedisBroker):
         return messages
 
     def _deliver(self, shipment: Shipment) -> None:
-        if not _after_attempt.get():
+        if not self.is_after_attempt:
             self._delivery.send(shipment, self.deadline(), kept_ms=self.send_timeout_ms + KEPT_MS_AFTER)
             return
 
@@ -271,7 +242,3 @@ def _prepared(message: Message[Any], delay: int | None) -> Message[Any]:
     eta = current_millis() + delay
     identifier = f"{identifier}@{eta}"  # where the store reads it
     return message.copy(queue_name=dq_name(message.queue_name), options={"eta": eta, "redis_message_id": identifier})
-
-
-#: True in a worker thread while the hooks after an attempt run.
-_after_attempt: ContextVar[bool] = ContextVar("asyncworker_after_attempt", default=False)

@@ -29,7 +29,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 from asyncworker.errors import ConfigurationError
 from asyncworker.identity import MAX_SEED
-from asyncworker.urls import Proxy, SecretUrl, taken_apart
+from asyncworker.urls import Proxy, SecretUrl, as_broker_url, as_store_url, taken_apart
 
 PREFIX = "ASYNCWORKER_"
 
@@ -96,8 +96,15 @@ class Settings(BaseSettings):
         """Values come from `load` only, which refuses unknown names and takes any mapping."""
         return (init_settings,)
 
-    broker_url: SecretUrl | None = Field(
-        None, description="redis://, rediss:// or unix:// URL of the broker; none: an embedded Valkey"
+    broker_url: Annotated[SecretUrl, AfterValidator(as_broker_url)] | None = Field(
+        None,
+        description="URL of the broker: redis://, rediss:// or unix://; amqp:// or amqps:// for RabbitMQ, several "
+        "separated by `;`; none: an embedded Valkey",
+    )
+    store_url: Annotated[SecretUrl, AfterValidator(as_store_url)] | None = Field(
+        None,
+        description="redis://, rediss:// or unix:// URL of the store of results, the ledger and the seed; none: the "
+        "broker, unless that is RabbitMQ",
     )
     state_dir: DirectoryPath = Field(
         Path(".asyncworker"), description="directory of the embedded Valkey: its socket, data and log"
@@ -175,14 +182,6 @@ class Settings(BaseSettings):
             Proxy.parse(url.value)
         return url
 
-    @field_validator("broker_url")
-    @classmethod
-    def _broker_is_known(cls, url: SecretUrl | None) -> SecretUrl | None:
-        schemes = ("redis", "rediss", "unix")
-        if url is not None and taken_apart(url.value).scheme not in schemes:
-            raise ValueError(f"a broker URL starts with {', '.join(s + '://' for s in schemes)}")
-        return url
-
     @field_validator("endpoint")
     @classmethod
     def _endpoint_is_known(cls, url: SecretUrl | None) -> SecretUrl | None:
@@ -194,6 +193,16 @@ class Settings(BaseSettings):
     def _remote_has_an_endpoint(self) -> Settings:
         if self.engine is EngineName.remote and self.endpoint is None:
             raise ValueError("the engine remote needs ASYNCWORKER_ENDPOINT")
+        return self
+
+    @model_validator(mode="after")
+    def _rabbitmq_has_a_store(self) -> Settings:
+        if self.broker_url is not None and self.broker_url.is_rabbitmq and self.store_url is None:
+            raise ValueError(
+                "ASYNCWORKER_BROKER_URL names RabbitMQ, which carries messages only; results, the ledger and the "
+                "deployment's seed need a Redis or Valkey that all workers and producers reach: set "
+                "ASYNCWORKER_STORE_URL=redis://…"
+            )
         return self
 
     @property

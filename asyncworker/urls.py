@@ -22,6 +22,11 @@ def taken_apart(url: str) -> SplitResult:
     return parts
 
 
+#: How URLs begin of what holds data, and of RabbitMQ.
+STORE_SCHEMES = ("redis", "rediss", "unix")
+RABBITMQ_SCHEMES = ("amqp", "amqps")
+
+
 class SecretUrl:
     """A URL whose password, and whose query (a token, mostly), is shown by nothing but `.value`.
 
@@ -32,17 +37,20 @@ class SecretUrl:
         self.value = value
 
     @property
+    def is_rabbitmq(self) -> bool:
+        """True when it names RabbitMQ."""
+        return self.value.partition("://")[0].lower() in RABBITMQ_SCHEMES
+
+    @property
+    def parts(self) -> list[str]:
+        """The URLs in it: RabbitMQ's hosts are given as several, separated by `;`."""
+        if not self.is_rabbitmq:
+            return [self.value]
+        return [part.strip() for part in self.value.split(";") if part.strip()]
+
+    @property
     def masked(self) -> str:
-        try:
-            parts = taken_apart(self.value)
-        except ValueError:
-            return "***"
-        text = self.value
-        if parts.password is not None:
-            host = parts.netloc.rpartition("@")[2]
-            text = text.replace(parts.netloc, f"{parts.username or ''}:***@{host}", 1)
-        address, mark, query = text.partition("?")
-        return address + mark + re.sub("=[^&]*", "=***", query)
+        return ";".join(_masked(part) for part in self.parts)
 
     def __str__(self) -> str:
         return self.masked
@@ -60,6 +68,35 @@ class SecretUrl:
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         from_text = core_schema.no_info_after_validator_function(cls, core_schema.str_schema())
         return core_schema.union_schema([core_schema.is_instance_schema(cls), from_text])
+
+
+def _masked(url: str) -> str:
+    try:
+        parts = taken_apart(url)
+    except ValueError:
+        return "***"
+    text = url
+    if parts.password is not None:
+        host = parts.netloc.rpartition("@")[2]
+        text = text.replace(parts.netloc, f"{parts.username or ''}:***@{host}", 1)
+    address, mark, query = text.partition("?")
+    return address + mark + re.sub("=[^&]*", "=***", query)
+
+
+def as_broker_url(url: SecretUrl) -> SecretUrl:
+    """Raise ValueError unless it begins as a broker's does."""
+    return _begins_with(url, RABBITMQ_SCHEMES if url.is_rabbitmq else (*STORE_SCHEMES, *RABBITMQ_SCHEMES), "broker")
+
+
+def as_store_url(url: SecretUrl) -> SecretUrl:
+    """Raise ValueError unless it begins as a store's does."""
+    return _begins_with(url, STORE_SCHEMES, "store")
+
+
+def _begins_with(url: SecretUrl, schemes: tuple[str, ...], whose: str) -> SecretUrl:
+    if not all(taken_apart(part).scheme in schemes for part in url.parts):
+        raise ValueError(f"a {whose} URL starts with {', '.join(scheme + '://' for scheme in schemes)}")
+    return url
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dramatiq.results.backend import ResultBackend
 from dramatiq.results.backends import RedisBackend
 
 from asyncworker import embedded
-from asyncworker.broker import make_broker
+from asyncworker.broker import make_redis_broker
 from asyncworker.demo.site import ShopSite
 from asyncworker.engines.finding import find
 from asyncworker.engines.playwright import QUIET_CHROMIUM
@@ -173,7 +173,7 @@ def set_up(place: Workshop, settings: Settings, slots: int) -> Stage:
     client = redis.Redis(unix_socket_path=str(place.socket))
     variants: dict[str, Variant] = {
         "raw": Raw(raw),
-        "ours": Queued(workers["ours"], make_broker(settings), RedisBackend(client=client), {"seed": 7}),
+        "ours": Queued(workers["ours"], make_redis_broker(settings), RedisBackend(client=client), {"seed": 7}),
     }
     for name in ("plain", "per_message"):
         broker = RedisBroker(client=client, namespace=name, middleware=[])  # type: ignore[no-untyped-call]

@@ -35,6 +35,9 @@ LEFTOVERS_TIMEOUT_S = 5.0
 #: of them has started is no leftover of another's.
 MARK = "_ASYNCWORKER_TESTS"
 
+#: Carried by what a fixture of a wider scope ends, although it may have been started anew during a test.
+SHARED = "_ASYNCWORKER_TESTS_SHARED"
+
 
 # No test here is about how long an example takes, and beside other tests any may take long.
 settings.register_profile("patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -146,7 +149,14 @@ def _ours() -> dict[psutil.Process, str]:
     mine = processes.new_token()
     carriers = processes.carriers(lambda token: (token.pid, token.born) == (mine.pid, mine.born))
     found = {*psutil.Process().children(recursive=True), *carriers, *_marked()}
-    return {process: _described(process) for process in found if process.pid != os.getpid()}
+    return {process: _described(process) for process in found if process.pid != os.getpid() and not _is_shared(process)}
+
+
+def _is_shared(process: psutil.Process) -> bool:
+    try:
+        return SHARED in process.environ()
+    except (psutil.Error, OSError):
+        return False
 
 
 def _marked() -> Iterator[psutil.Process]:

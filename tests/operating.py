@@ -8,6 +8,7 @@ import os
 import pty
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import redis
@@ -29,11 +30,11 @@ def environment(deployment: Deployment, **more: str) -> dict[str, str]:
     return child_environment(**(as_environment(deployment.settings) | {"COLUMNS": "120"} | more))
 
 
-def run(deployment: Deployment, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run the command where no actors are: none of these needs them."""
+def run(deployment: Deployment, *words: str, cwd: Path | None = None, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run the command where no actors are, unless told: most need none."""
     return subprocess.run(
         [*COMMAND, *words],
-        cwd=deployment.directory,
+        cwd=cwd or deployment.directory,
         env=environment(deployment, **more),
         stdin=subprocess.DEVNULL,
         capture_output=True,

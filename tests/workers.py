@@ -18,7 +18,7 @@ from dramatiq import Message
 from dramatiq.results.errors import ResultFailure
 
 from asyncworker import processes
-from asyncworker.broker import make_broker
+from asyncworker.broker import make_redis_broker
 from asyncworker.deployment import worker_command
 from asyncworker.ledger import Row
 from asyncworker.middleware import ledger_of
@@ -85,8 +85,11 @@ class Deployment:
         self.settings: Settings = load(
             {}, **({"engine": "chromium", "state_dir": directory, "output_dir": directory / "out"} | settings)
         )
-        self.broker: WorkerBroker = make_broker(self.settings)
+        self.broker: WorkerBroker = self.make_broker()
         self._logs = 0
+
+    def make_broker(self) -> WorkerBroker:
+        return make_redis_broker(self.settings)
 
     @contextlib.contextmanager
     def worker(

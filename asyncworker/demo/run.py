@@ -31,7 +31,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncworker import embedded, installing, processes
-from asyncworker.broker import make_broker
+from asyncworker.broker import make_redis_broker
 from asyncworker.demo.site import ShopSite
 from asyncworker.deployment import import_actors, worker_command
 from asyncworker.errors import ConfigurationError
@@ -141,7 +141,7 @@ class _Demo:
             self._exits.callback(embedded.stop, self._settings.state_dir)
             embedded.ensure(self._settings.state_dir)
             worker = self._start_worker()
-        broker = make_broker(self._settings)
+        broker = make_redis_broker(self._settings)
         dramatiq.set_broker(broker)
         sys.path.insert(0, str(_deployment()))
         import_actors(self._settings)

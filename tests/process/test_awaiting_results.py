@@ -19,7 +19,7 @@ from dramatiq.results import ResultFailure, ResultTimeout
 from dramatiq.results.backends import RedisBackend
 
 from asyncworker import aresult, embedded, result_watch
-from asyncworker.broker import make_broker
+from asyncworker.broker import make_redis_broker
 from asyncworker.errors import BrokerUnavailable
 from asyncworker.redis_broker import WorkerBroker
 from asyncworker.settings import load
@@ -34,10 +34,10 @@ class Store:
 
     def __init__(self, state_dir: Path) -> None:
         self.state_dir = state_dir
-        self.broker: WorkerBroker = make_broker(load({}, state_dir=state_dir))
+        self.broker: WorkerBroker = make_redis_broker(load({}, state_dir=state_dir))
         self.path = str(embedded.ensure(state_dir))
         self.client: Any = redis.Redis(unix_socket_path=self.path, socket_timeout=10)
-        self.worker: Any = make_broker(load({}, state_dir=state_dir)).get_results_backend()
+        self.worker: Any = make_redis_broker(load({}, state_dir=state_dir)).get_results_backend()
         #: Plain Dramatiq's.
         self.plain = RedisBackend(client=self.client)
 
@@ -199,7 +199,7 @@ async def test_a_store_that_is_away_meanwhile_is_waited_out(store: Store) -> Non
 
 async def test_who_awaits_a_result_of_a_store_that_stays_away_is_told_why_when_the_time_is_over(store: Store) -> None:
     proxy = Proxy(store.path)
-    broker = make_broker(load({}, broker_url=f"redis://127.0.0.1:{proxy.port}"))
+    broker = make_redis_broker(load({}, broker_url=f"redis://127.0.0.1:{proxy.port}"))
     try:
         waiting = asyncio.create_task(aresult(message(), timeout_ms=800, broker=broker))
         await is_watched(store)
@@ -233,7 +233,7 @@ async def test_a_store_that_hangs_does_not_hold_up_the_loop_nor_the_limit(store:
 async def test_where_the_store_may_not_speak_up_results_are_looked_for(store: Store) -> None:
     store.client.execute_command("ACL", "SETUSER", "narrow", "on", ">secret", "~*", "+@all", "-client|tracking")
     proxy = Proxy(store.path)
-    broker = make_broker(load({}, broker_url=f"redis://narrow:secret@127.0.0.1:{proxy.port}"))
+    broker = make_redis_broker(load({}, broker_url=f"redis://narrow:secret@127.0.0.1:{proxy.port}"))
     try:
         sent = message()
         waiting = asyncio.create_task(aresult(sent, timeout_ms=10_000, broker=broker))

@@ -22,7 +22,7 @@ from dramatiq import Message
 from dramatiq.middleware import Middleware
 
 from asyncworker import embedded, producing
-from asyncworker.broker import make_broker
+from asyncworker.broker import make_redis_broker
 from asyncworker.consumer import WorkerConsumer
 from asyncworker.errors import BrokerUnavailable
 from asyncworker.redis_broker import WorkerBroker
@@ -54,7 +54,7 @@ class Store:
 
     def direct(self, **options: Any) -> WorkerBroker:
         """One as a deployment without a broker URL has it."""
-        return self._keep(make_broker(load({}, state_dir=self.state_dir, **options)))
+        return self._keep(make_redis_broker(load({}, state_dir=self.state_dir, **options)))
 
     def close(self) -> None:
         for broker in self._brokers:
@@ -439,7 +439,7 @@ async def test_a_loop_goes_on_while_the_store_hangs(store: Store) -> None:
 
 
 async def test_a_loop_goes_on_while_the_embedded_server_starts(state_dir: Path) -> None:
-    broker = make_broker(load({}, state_dir=state_dir))
+    broker = make_redis_broker(load({}, state_dir=state_dir))
     async with loop_watched() as watch:
         sent = await broker.aenqueue(message("a"))
     assert broker.do_qsize(QUEUE) == 1
@@ -467,7 +467,7 @@ FORKING = """
 import asyncio, os, sys
 from dramatiq import Message
 from asyncworker import aresult, get_broker
-from asyncworker.broker import make_broker
+from asyncworker.broker import make_redis_broker
 
 broker = get_broker()
 

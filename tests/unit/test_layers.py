@@ -27,7 +27,8 @@ engines.capabilities engines.importing engines.profile engines.lifeline engines.
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
 generation launching contexts browser watch loop runtime
 embedded connecting patience settling alarm heartbeat accounting middleware retries
-prefetch consumer exchange delivery result_watch results producing redis_broker broker actor
+prefetch consumer exchange delivery result_watch results producing redis_broker
+speaking rabbitmq_consumer rabbitmq broker actor
 asyncworker
 deployment actors
 commands installing doctor sending queues dead_letters identities demo demo.site demo.run

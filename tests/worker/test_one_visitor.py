@@ -19,7 +19,7 @@ from dramatiq import Message, Worker
 
 from asyncworker import Session, accounting, actor, cli, open_session, sending
 from asyncworker.accounting import Accounting
-from asyncworker.broker import make_broker
+from asyncworker.broker import make_redis_broker
 from asyncworker.identity import Identity
 from asyncworker.ledger import MemoryLedger, Outcome, Row
 from asyncworker.middleware import BrowserMiddleware
@@ -353,7 +353,7 @@ async def test_a_late_identity_does_not_open_a_closed_row_again(monkeypatch: pyt
 
 @pytest.fixture
 def store(state_dir: Path) -> WorkerBroker:
-    broker = make_broker(load({}, state_dir=state_dir))
+    broker = make_redis_broker(load({}, state_dir=state_dir))
     dramatiq.set_broker(broker)
     return broker
 
