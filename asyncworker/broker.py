@@ -22,6 +22,7 @@ from dramatiq.results.backend import ResultBackend
 
 from asyncworker.connecting import connect
 from asyncworker.errors import ConfigurationError
+from asyncworker.fitness import Fitness
 from asyncworker.heartbeat import Heartbeat
 from asyncworker.identity import new_seed
 from asyncworker.ledger import Ledger, RedisLedger
@@ -76,6 +77,7 @@ def make_broker(settings: Settings) -> WorkerBroker:
         heartbeat_timeout_ms=settings.heartbeat_timeout_ms,
         send_timeout_ms=settings.send_timeout_ms,
     )
+    broker.add_middleware(Fitness())  # before anything begins
     broker.add_middleware(Heartbeat())
     for middleware in middleware_in_order(
         settings,

@@ -29,6 +29,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 from asyncworker.errors import ConfigurationError
 from asyncworker.identity import MAX_SEED
+from asyncworker.stores import StoreAddress
 from asyncworker.urls import Proxy, SecretUrl, taken_apart
 
 PREFIX = "ASYNCWORKER_"
@@ -97,7 +98,8 @@ class Settings(BaseSettings):
         return (init_settings,)
 
     broker_url: SecretUrl | None = Field(
-        None, description="redis://, rediss:// or unix:// URL of the broker; none: an embedded Valkey"
+        None,
+        description="URL of the broker: redis://, rediss://, unix:// or redis+sentinel://; none: an embedded Valkey",
     )
     state_dir: DirectoryPath = Field(
         Path(".asyncworker"), description="directory of the embedded Valkey: its socket, data and log"
@@ -178,9 +180,8 @@ class Settings(BaseSettings):
     @field_validator("broker_url")
     @classmethod
     def _broker_is_known(cls, url: SecretUrl | None) -> SecretUrl | None:
-        schemes = ("redis", "rediss", "unix")
-        if url is not None and taken_apart(url.value).scheme not in schemes:
-            raise ValueError(f"a broker URL starts with {', '.join(s + '://' for s in schemes)}")
+        if url is not None:
+            StoreAddress.parse(url.value)
         return url
 
     @field_validator("endpoint")

@@ -13,10 +13,15 @@ from pydantic_core import CoreSchema, core_schema
 
 
 def taken_apart(url: str) -> SplitResult:
-    """urlsplit, without its own errors: they quote what they stumble over, which may be the password."""
+    """urlsplit, without its own errors: they quote what they stumble over, which may be the password.
+
+    A URL of sentinels names more than one host; its parts have no port.
+    """
     try:
         parts = urlsplit(url)
-        _ = parts.port
+        hosts = parts.netloc.rpartition("@")[2].split(",") if parts.scheme.endswith("+sentinel") else [parts.netloc]
+        for host in hosts:
+            _ = urlsplit(f"//{host}").port
     except ValueError:
         raise ValueError("that is no URL: its host or port cannot be read") from None
     return parts

@@ -19,14 +19,14 @@ PACKAGE = Path(asyncworker.__file__).parent
 #: Each line may import from itself and from the lines above it.
 LAYERS = """
 errors
-identity urls settings shielding
+identity urls stores settings shielding
 ledger guard visitor
 private_hosts
 processes scratch
 engines.capabilities engines.importing engines.profile engines.lifeline engines.storage_state engines.invisible_client
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
 generation launching contexts browser watch loop runtime
-embedded connecting patience settling alarm heartbeat accounting middleware retries
+embedded vetting permissions connecting patience settling alarm heartbeat accounting middleware retries fitness
 prefetch consumer exchange delivery result_watch results producing redis_broker broker actor
 asyncworker
 deployment actors

