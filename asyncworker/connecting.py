@@ -42,12 +42,12 @@ def connect(settings: Settings, **options: Any) -> redis.Redis:
             state_dir=settings.state_dir,
             socket_timeout=options["socket_timeout"],
         )
-        return redis.Redis(connection_pool=pool)
+        return redis.Redis.from_pool(pool)
     address = StoreAddress.parse(settings.broker_url.value)
     options = {"health_check_interval": 30} | options | address.options
     if address.sentinels:
-        return redis.Redis(connection_pool=_sentinel_pool(address, options))
-    return redis.Redis(connection_pool=redis.ConnectionPool(**options | {"connection_class": _class_for(address)}))
+        return redis.Redis.from_pool(_sentinel_pool(address, options))
+    return redis.Redis.from_pool(redis.ConnectionPool(**options | {"connection_class": _class_for(address)}))
 
 
 def _class_for(address: StoreAddress) -> type[redis.connection.AbstractConnection]:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -196,21 +196,25 @@ def running(store: Store) -> Iterator[Store]:
 def stand_in(answers: dict[str, bytes]) -> Iterator[str]:
     """A server that only knows how to greet, for products that cannot be had here; yields its URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=_serve, args=(listener, answers))
+        accepted: list[socket.socket] = []
+        thread = threading.Thread(target=_serve, args=(listener, answers, accepted))
         thread.start()
         try:
             yield f"redis://127.0.0.1:{listener.getsockname()[1]}/0"
         finally:
-            listener.shutdown(socket.SHUT_RDWR)
+            for each in (listener, *accepted):
+                with suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
             thread.join()
 
 
-def _serve(listener: socket.socket, answers: dict[str, bytes]) -> None:
+def _serve(listener: socket.socket, answers: dict[str, bytes], accepted: list[socket.socket]) -> None:
     while True:
         try:
             connection, _ = listener.accept()
         except OSError:
             return
+        accepted.append(connection)
         with connection, connection.makefile("rb") as lines:
             while (count := lines.readline()).startswith(b"*"):
                 words = []
