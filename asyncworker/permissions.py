@@ -19,7 +19,7 @@ zrevrangebyscore K 0 0|zrem K v|zscore K v|del K
 
 #: What is done outside of scripts: results, the ledger and the deployment's seed.
 TRIED_ALONE = """
-lrange K 0 0|mget K|rpoplpush K K|type K|script LOAD return|evalsha 0 0
+lrange K 0 0|mget K|rpoplpush K K|type K|script LOAD return|evalsha 0 0|multi|exec
 """
 
 _SCRIPT = """
@@ -46,8 +46,12 @@ def check_permissions(client: redis.Redis, namespace: str) -> None:
         redis.RedisError: When the store is away.
     """
     refused: dict[str, list[str]] = {}
-    for prefix in (namespace, "asyncworker"):
-        key = f"{prefix}:__probe__"
+    # A result's key is as long as this, and is no one's.
+    for pattern, key in (
+        (f"{namespace}*", f"{namespace}:__probe__"),
+        ("asyncworker:*", "asyncworker:__probe__"),
+        (32 * "?", "asyncworker-probe-of-the-results"),
+    ):
         with client.pipeline(transaction=False) as pipe:
             pipe.eval(_SCRIPT, 1, key, TRIED_IN_SCRIPTS.strip())
             commands = [command.replace("K", key).split() for command in TRIED_ALONE.strip().split("|")]
@@ -56,7 +60,7 @@ def check_permissions(client: redis.Redis, namespace: str) -> None:
             answers = pipe.execute(raise_on_error=False)
         names = _refused(answers, [command[0] for command in commands])
         if names:
-            refused[f"{prefix}:*"] = names
+            refused[pattern] = names
     if refused:
         what = "; ".join(f"on {pattern}: {', '.join(names)}" for pattern, names in refused.items())
         user = client.connection_pool.connection_kwargs.get("username") or "default"

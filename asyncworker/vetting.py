@@ -19,8 +19,9 @@ from asyncworker.stores import CLUSTER_REMEDY, NO_CLUSTER, SENTINEL_EXAMPLE
 #: LPOP with a count and HELLO without arguments came with it.
 OLDEST = (6, 2)
 
-#: What a user of the store needs; README has it too.
-PERMISSIONS = "~dramatiq* ~asyncworker:* +@read +@write +@scripting +@connection -@dangerous +keys +info +time"
+#: What a user of the store needs; README has it too. Dramatiq keeps a result under 32 hex digits, without its name.
+KEYS = f"~dramatiq* ~asyncworker:* ~{32 * '?'}"
+PERMISSIONS = f"{KEYS} +@read +@write +@transaction +@scripting +@connection -@dangerous +keys +info +time"
 
 URL_SETTING = "ASYNCWORKER_BROKER_URL"
 
@@ -59,6 +60,12 @@ class Vetted:
             raise Unfit(
                 f"{self._name()} does not speak TLS as it should ({error.reason or error})",
                 "write redis:// for a server without TLS, or correct the port or the certificates in the URL",
+            ) from error
+        except TimeoutError as error:
+            if "handshake" not in str(error):
+                raise
+            raise redis.TimeoutError(
+                f"{self._name()} began no TLS in time; write redis:// if it has none (ASYNCWORKER_BROKER_URL)"
             ) from error
         except FileNotFoundError as error:
             if not hasattr(self, "ca_certs"):  # a unix socket: its server is away

