@@ -93,6 +93,9 @@ class Store:
             self._process.wait(15)
             self._process = None
 
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
     def close(self) -> None:
         self.stop(signal.SIGKILL)
         self._port.close()
@@ -151,6 +154,7 @@ class Shop:
     """A master, a replica, and three sentinels that know them as `shop`."""
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
+        self.directory = directory
         self.master = Store(directory / "master")
         self.replica = Store(directory / "replica", "--replicaof", f"127.0.0.1 {self.master.port}")
         self.sentinels = [Watchman(directory / f"sentinel-{one}", self.master) for one in range(3)]
