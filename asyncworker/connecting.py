@@ -80,16 +80,16 @@ class Sentinels(Sentinel):
             try:
                 known = sentinel.sentinel_masters()
             except redis.RedisError as error:
-                silent.append(f"{_address(sentinel)} ({error})")
+                silent.append(f"{address_of(sentinel)} ({error})")
                 continue
             if service_name in known:
                 return f"the sentinels know no master of {service_name!r} that is up; they may be choosing another"
             names = ", ".join(sorted(map(repr, known))) or "none"
-            return f"the sentinel {_address(sentinel)} knows no service {service_name!r}, but {names}"
+            return f"the sentinel {address_of(sentinel)} knows no service {service_name!r}, but {names}"
         return f"no sentinel answers: {', '.join(silent)}"
 
 
-def _address(sentinel: redis.Redis) -> str:
+def address_of(sentinel: redis.Redis) -> str:
     where = sentinel.connection_pool.connection_kwargs
     return f"{where['host']}:{where['port']}"
 

@@ -85,7 +85,7 @@ def passes(error: BaseException) -> bool:
 
 
 def locked_out(error: BaseException) -> bool:
-    """True when the store is there and refuses who asks, or will not do: nothing is taken until someone changes that."""
+    """True when the store is there and refuses who asks, or will not do, until someone changes that."""
     cause = _cause(error)
     if isinstance(cause, (UnfitBroker, *LOCKED_OUT_TYPES)):
         return True

@@ -14,7 +14,7 @@ import redis
 from asyncworker.broker_checks import broker_checks
 from asyncworker.checking import State
 from asyncworker.connecting import connect
-from asyncworker.errors import BrokerUnavailable
+from asyncworker.errors import BrokerUnavailable, UnfitBroker
 from asyncworker.settings import load
 from tests.conftest import missing
 from tests.servers import Shop, binary_of
@@ -77,9 +77,12 @@ def test_the_doctor_sees_the_service_its_sentinels_and_its_replica(shop: Shop) -
 
 
 def test_a_service_that_no_sentinel_knows_is_told_with_those_it_knows(shop: Shop) -> None:
-    with connect(load({}, broker_url=shop.url.replace("/shop/", "/store/"))) as client:
-        with pytest.raises(redis.ConnectionError, match="knows no service 'store', but 'shop'"):
-            client.ping()
+    misspelt = load({}, broker_url=shop.url.replace("/shop/", "/store/"))
+    with (
+        connect(misspelt) as client,
+        pytest.raises(redis.ConnectionError, match="knows no service 'store', but 'shop'"),
+    ):
+        client.ping()
     for sentinel in shop.sentinels:
         sentinel.stop(signal.SIGKILL)
     deployment = Deployment(shop.directory, broker_url=shop.url, send_timeout_ms=1_000)
@@ -91,6 +94,6 @@ def test_a_service_that_no_sentinel_knows_is_told_with_those_it_knows(shop: Shop
 
 
 def test_a_url_of_a_sentinel_as_if_it_were_the_broker_is_refused(shop: Shop) -> None:
-    with connect(load({}, broker_url=shop.sentinels[0].url)) as client:
-        with pytest.raises(Exception, match=r"is a sentinel, not a broker; write redis\+sentinel://"):
-            client.ping()
+    told = r"is a sentinel, not a broker; write redis\+sentinel://"
+    with connect(load({}, broker_url=shop.sentinels[0].url)) as client, pytest.raises(UnfitBroker, match=told):
+        client.ping()
