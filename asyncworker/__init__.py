@@ -9,7 +9,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     processes, scratch, engines/                whose process or directory is this; what launches a browser
     generation, launching, contexts, browser    one browser; how it and its contexts begin and end; their owner
     watch, loop, runtime                        one attempt on it
-    state_dirs, embedded, vetting, permissions  the edges: a store to begin with, and whether it will do
+    state_dirs, embedded, vetting               the edges: a store to begin with, and whether it will do
     connecting, patience                        how it is reached, and waited for
     heartbeat, alarm                            who lives; what is due
     accounting, settling                        a row and a log line for each attempt; what is done is told together
@@ -19,7 +19,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     result_watch, results, producing            where results lie, how a loop waits for them, and how it sends
     redis_broker, broker                        the broker, and the order of all of it
     actor, deployment, actors                   @actor; the entry of `dramatiq asyncworker.actors`
-    commands, installing, sending, checking     what the command `asyncworker` does,
+    commands, installing, sending               what the command `asyncworker` does,
     broker_checks, doctor                       how it looks at what is there,
     queues, dead_letters, identities, demo/     with its demo
     terminal, cli_dead_letters, cli_queues, cli its words, and what it prints

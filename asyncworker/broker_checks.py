@@ -6,16 +6,17 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any
 
 import redis
 from redis.sentinel import SentinelConnectionPool
 
 from asyncworker import embedded
-from asyncworker.checking import Check, State
 from asyncworker.connecting import Sentinels, address_of, connect
 from asyncworker.errors import AsyncworkerError, ConfigurationError, UnfitBroker
-from asyncworker.permissions import check_permissions
+from asyncworker.fitness import check_permissions
 from asyncworker.settings import Settings
 from asyncworker.state_dirs import refuse_another_users
 from asyncworker.stores import StoreAddress
@@ -27,6 +28,28 @@ BROKER_TIMEOUT_MS = 2_000
 
 #: So often it is asked how long a round trip takes.
 ROUND_TRIPS = 9
+
+
+class State(StrEnum):
+    """What a check found: `failed` means that a worker would not run."""
+
+    ok = "ok"
+    warning = "warning"
+    failed = "failed"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at; `remedy` is what to do when it is not ok."""
+
+    name: str
+    state: State
+    detail: str
+    remedy: str | None = None
+
+    def facts(self) -> dict[str, str | None]:
+        """As JSON takes it."""
+        return {**asdict(self), "state": self.state.value}
 
 
 def broker_checks(settings: Settings) -> Iterator[Check]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 
@@ -14,6 +15,7 @@ from asyncworker import embedded
 from asyncworker.settings import Settings
 from asyncworker.stores import StoreAddress
 from asyncworker.vetting import (
+    Unfit,
     VettedConnection,
     VettedSentinelConnection,
     VettedSentinelSSLConnection,
@@ -72,21 +74,30 @@ class Sentinels(Sentinel):
         try:
             return super().discover_master(service_name)
         except MasterNotFoundError as error:
-            raise MasterNotFoundError(self._why_none(service_name)) from error
+            raise self._why_none(service_name) from error
 
-    def _why_none(self, service_name: str) -> str:
-        silent = []
+    def _why_none(self, service_name: str) -> redis.RedisError:
+        silent: dict[str, redis.RedisError] = {}
         for sentinel in self.sentinels:
             try:
                 known = sentinel.sentinel_masters()
             except redis.RedisError as error:
-                silent.append(f"{address_of(sentinel)} ({error})")
+                silent[address_of(sentinel)] = error
                 continue
-            if service_name in known:
-                return f"the sentinels know no master of {service_name!r} that is up; they may be choosing another"
-            names = ", ".join(sorted(map(repr, known))) or "none"
-            return f"the sentinel {address_of(sentinel)} knows no service {service_name!r}, but {names}"
-        return f"no sentinel answers: {', '.join(silent)}"
+            if service_name in known or not known:
+                return MasterNotFoundError(
+                    f"the sentinels know no master of {service_name!r} that is up; they may be choosing another"
+                )
+            names = ", ".join(sorted(map(repr, known)))
+            return Unfit(
+                f"the sentinel {address_of(sentinel)} knows no service {service_name!r}, but {names}",
+                "correct the service in the URL",
+            )
+        said = ", ".join(f"{where} ({error})" for where, error in silent.items())
+        if any(isinstance(error, AuthenticationError) for error in silent.values()):
+            remedy = "name a user of theirs: redis+sentinel://…?sentinel_username=…&sentinel_password=…"
+            return Unfit(f"the sentinels refuse who asks: {said}", remedy)
+        return MasterNotFoundError(f"no sentinel answers: {said}")
 
 
 def address_of(sentinel: redis.Redis) -> str:

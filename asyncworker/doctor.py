@@ -27,8 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from asyncworker.broker_checks import broker_checks
-from asyncworker.checking import Check, State
+from asyncworker.broker_checks import Check, State, broker_checks
 from asyncworker.engines.finding import find, needs_xvfb, which
 from asyncworker.errors import EngineMissing
 from asyncworker.settings import EngineName, Settings, child_environment, foreign

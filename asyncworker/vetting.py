@@ -152,7 +152,20 @@ class VettedConnection(Vetted, redis.Connection):
     """Over TCP."""
 
 
-class VettedSSLConnection(Vetted, redis.SSLConnection):
+class _AgreesOnTLS:
+    """To agree on TLS is a part of connecting, and has its time limit: a server without TLS may say nothing at all."""
+
+    socket_timeout: float | None
+    socket_connect_timeout: float | None
+
+    def _wrap_socket_with_ssl(self, sock: Any) -> Any:
+        sock.settimeout(self.socket_connect_timeout)
+        wrapped = super()._wrap_socket_with_ssl(sock)  # type: ignore[misc]
+        wrapped.settimeout(self.socket_timeout)
+        return wrapped
+
+
+class VettedSSLConnection(_AgreesOnTLS, Vetted, redis.SSLConnection):
     """Over TLS."""
 
 
@@ -180,5 +193,5 @@ class VettedSentinelConnection(_LeavesReplicas, SentinelManagedConnection):
     """To the master that sentinels name."""
 
 
-class VettedSentinelSSLConnection(_LeavesReplicas, SentinelManagedSSLConnection):
+class VettedSentinelSSLConnection(_AgreesOnTLS, _LeavesReplicas, SentinelManagedSSLConnection):
     """The same over TLS."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
+import select
 import signal
 import socket
 import socketserver
 import ssl
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -71,7 +73,7 @@ class Store:
         self._process: subprocess.Popen[bytes] | None = None
 
     def _first(self) -> list[str]:
-        return ["--appendonly", "yes", "--save", ""]
+        return ["--appendonly", "yes", "--save", "", "--repl-diskless-sync-delay", "0"]
 
     @property
     def url(self) -> str:
@@ -108,6 +110,13 @@ class Store:
             info: dict[str, Any] = client.info()
             return info
 
+    def is_master(self) -> bool:
+        """False also while it cuts all connections, as it does when it becomes a replica."""
+        try:
+            return bool(self.info()["role"] == "master")
+        except redis.ConnectionError:
+            return False
+
     def _answers(self) -> bool:
         with self.client(socket_timeout=1) as client:
             try:
@@ -118,12 +127,16 @@ class Store:
                 return False
 
 
+#: How often a sentinel does what it does, in ms: not in a second or ten, as it would by itself.
+HASTE = {"info-period": 200, "ping-period": 100, "ask-period": 100, "publish-period": 200, "election-timeout": 1_000}
+
+
 class Watchman(Store):
-    """A sentinel that takes a master for dead after a second."""
+    """A sentinel that takes a master for dead after half a second."""
 
     def __init__(self, directory: Path, master: Store, *options: str) -> None:
         directory.mkdir(exist_ok=True)
-        lines = [f"sentinel monitor shop 127.0.0.1 {master.port} 2", "sentinel down-after-milliseconds shop 1000"]
+        lines = [f"sentinel monitor shop 127.0.0.1 {master.port} 2", "sentinel down-after-milliseconds shop 500"]
         lines += ["sentinel failover-timeout shop 5000", ""]
         self._configuration = directory / "sentinel.conf"
         self._configuration.write_text("\n".join(lines))
@@ -131,6 +144,11 @@ class Watchman(Store):
 
     def _first(self) -> list[str]:
         return [str(self._configuration)]
+
+    def start(self) -> None:
+        super().start()
+        with self.client() as client:
+            client.execute_command("SENTINEL", "DEBUG", *itertools.chain(*HASTE.items()))
 
 
 class Certificates:
@@ -187,10 +205,9 @@ def running(store: Store) -> Iterator[Store]:
 
 
 @contextmanager
-def behind_tls(store: Store, certificates: Certificates) -> Iterator[int]:
-    """The port where TLS ends before a store, as before many a hosted one; no wheel's server is built with TLS."""
-    server = TLSServer(("127.0.0.1", 0), Relay)
-    server.store, server.context = store, certificates.context()
+def listening(serve: Callable[[socket.socket], None]) -> Iterator[int]:
+    """The port where each connection is served by a thread; at the end all are cut."""
+    server = Listener(serve)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
@@ -198,91 +215,82 @@ def behind_tls(store: Store, certificates: Certificates) -> Iterator[int]:
     finally:
         server.shutdown()
         for connection in server.open:
-            with suppress(OSError):
+            with connection, suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         server.server_close()  # waits for its threads
         thread.join()
 
 
-class TLSServer(socketserver.ThreadingTCPServer):
+class Listener(socketserver.ThreadingTCPServer):
     daemon_threads = False
-    store: Store
-    context: ssl.SSLContext
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, serve: Callable[[socket.socket], None]) -> None:
+        super().__init__(("127.0.0.1", 0), socketserver.BaseRequestHandler)
+        self.serve = serve
         self.open: list[socket.socket] = []
 
-
-class Relay(socketserver.BaseRequestHandler):
-    """Hands what comes over TLS to the store, and back."""
-
-    server: TLSServer
-
-    def handle(self) -> None:
-        self.server.open.append(self.request)
-        with suppress(OSError), self.server.context.wrap_socket(self.request, server_side=True) as client:
-            self.server.open.append(client)
-            with socket.create_connection(("127.0.0.1", self.server.store.port)) as store:
-                back = threading.Thread(target=_pump, args=(store, client))
-                back.start()
-                _pump(client, store)
-                back.join()
-
-
-def _pump(source: socket.socket, target: socket.socket) -> None:
-    with suppress(OSError):
-        while chunk := source.recv(65_536):
-            target.sendall(chunk)
-    for each in (source, target):
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        self.open.append(request.dup())  # TLS takes the other
         with suppress(OSError):
-            each.shutdown(socket.SHUT_RDWR)
+            self.serve(request)
 
 
 @contextmanager
-def stand_in(answers: dict[str, bytes]) -> Iterator[str]:
-    """A server that only knows how to greet, for products that cannot be had here; yields its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        accepted: list[socket.socket] = []
-        thread = threading.Thread(target=_serve, args=(listener, answers, accepted))
-        thread.start()
-        try:
-            yield f"redis://127.0.0.1:{listener.getsockname()[1]}/0"
-        finally:
-            for each in (listener, *accepted):
-                with suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)
-            thread.join()
+def behind_tls(port: int, certificates: Certificates) -> Iterator[int]:
+    """The port where TLS ends before another, as before many a hosted store; no wheel's server is built with TLS."""
+    context = certificates.context()
+
+    def relay(connection: socket.socket) -> None:
+        with (
+            context.wrap_socket(connection, server_side=True) as client,
+            socket.create_connection(("127.0.0.1", port)) as store,
+        ):
+            while True:
+                ready = [client] if client.pending() else select.select([client, store], [], [])[0]
+                for source in ready:
+                    chunk = source.recv(65_536)
+                    if not chunk:
+                        return
+                    (store if source is client else client).sendall(chunk)
+
+    with listening(relay) as own:
+        yield own
 
 
-def _serve(listener: socket.socket, answers: dict[str, bytes], accepted: list[socket.socket]) -> None:
-    while True:
-        try:
-            connection, _ = listener.accept()
-        except OSError:
-            return
-        accepted.append(connection)
+@contextmanager
+def stand_in(answers: dict[str, bytes]) -> Iterator[int]:
+    """A server that knows these commands only, for what cannot be had here; yields its port."""
+
+    def serve(connection: socket.socket) -> None:
         with connection, connection.makefile("rb") as lines:
             while (count := lines.readline()).startswith(b"*"):
                 words = []
                 for _ in range(int(count[1:])):
                     length = int(lines.readline()[1:])
-                    words.append(lines.read(length + 2)[:-2].decode())
-                connection.sendall(
-                    answers.get(
-                        words[0].upper(),
-                        KNOWN.get(words[0].upper(), b"-ERR unknown command '%s'\r\n" % words[0].encode()),
-                    )
-                )
+                    words.append(lines.read(length + 2)[:-2].decode().upper())
+                unknown = b"-ERR unknown command '%s'\r\n" % words[0].encode()
+                connection.sendall((KNOWN | answers).get(words[0], unknown))
+
+    with listening(serve) as port:
+        yield port
 
 
 #: What every server knows.
-KNOWN = {"PING": b"+PONG\r\n"}
+KNOWN = {"PING": b"+PONG\r\n", "CLIENT": b"+OK\r\n"}
 
 
 def greeting(version: str, *, mode: str = "standalone") -> bytes:
     """What HELLO 3 is answered."""
-    facts = {"server": "redis", "version": version, "proto": 3, "mode": mode, "role": "master"}
+    return in_resp3({"server": "redis", "version": version, "proto": 3, "mode": mode, "role": "master"})
+
+
+def masters(port: int) -> bytes:
+    """What a sentinel that knows `shop` answers to SENTINEL MASTERS."""
+    shop = {"name": "shop", "ip": "127.0.0.1", "port": str(port), "flags": "master", "num-other-sentinels": "0"}
+    return b"*1\r\n" + in_resp3(shop)
+
+
+def in_resp3(facts: dict[str, str | int]) -> bytes:
     said = b"%%%d\r\n" % len(facts)
     for name, value in facts.items():
         said += b"$%d\r\n%s\r\n" % (len(name), name.encode())

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 
 import pytest
 import redis
 from dramatiq import Message
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from asyncworker.broker import make_broker
+from asyncworker.broker_checks import State, broker_checks
 from asyncworker.connecting import connect
 from asyncworker.errors import BrokerUnavailable, UnfitBroker
-from asyncworker.permissions import check_permissions
+from asyncworker.fitness import check_permissions
+from asyncworker.redis_broker import WorkerBroker
 from asyncworker.settings import load
 from asyncworker.vetting import PERMISSIONS
 from tests.conftest import missing
-from tests.servers import PRODUCTS, Certificates, Store, behind_tls, binary_of, greeting, running, stand_in
+from tests.process.test_queue_model import Fleet, hold
+from tests.servers import PRODUCTS, Certificates, Store, behind_tls, binary_of, greeting, masters, running, stand_in
 from tests.waiting import wait_until
 from tests.workers import Deployment
+
+#: Whose model is tested for longer elsewhere.
+EMBEDDED = "Valkey 9"
 
 #: A worker without a browser.
 PLAIN = ("-p", "1", "-t", "2", "-Q", "plain")
@@ -38,12 +47,24 @@ def serves(directory: Path, url: str) -> None:
     delayed = deployment.send("add", 3, 4, queue="plain", delay=300)
     with deployment.worker(*PLAIN) as worker:
         assert (deployment.result(waiting), deployment.result(delayed)) == (3, 7)
-        assert deployment.result(deployment.send("add", 5, 6, queue="plain")) == 11
+        assert asyncio.run(awaited(deployment.broker)) == 11
         assert worker.stop() == 0
-        assert "NOPERM" not in worker.log
+        assert "[WARNING]" not in worker.log
+        assert "[ERROR]" not in worker.log
     assert deployment.broker.do_qsize("plain") == 0
     assert [row.outcome for row in deployment.rows(waiting)] == ["succeeded"]
-    deployment.broker.client.close()
+    close(deployment.broker)
+
+
+async def awaited(broker: WorkerBroker) -> int:
+    """The result of a message that is sent, and whose result is waited for, on a loop."""
+    sent = await broker.aenqueue(Message("plain", "add", (5, 6), {}, {}))
+    return await sent.aresult(timeout_ms=20_000, broker=broker)
+
+
+def close(broker: WorkerBroker) -> None:
+    broker.close()
+    broker.client.close()
 
 
 def refusal(url: str) -> str:
@@ -53,7 +74,7 @@ def refusal(url: str) -> str:
     with pytest.raises(UnfitBroker) as refused:
         broker.enqueue(Message("plain", "add", (1, 2), {}, {}))
     assert time.monotonic() - began < 2, "it waited for what does not pass"
-    broker.client.close()
+    close(broker)
     return str(refused.value)
 
 
@@ -61,6 +82,13 @@ def refusal(url: str) -> str:
 def test_a_product_serves_producers_and_workers(state_dir: Path, product: str) -> None:
     with running(Store(state_dir / "store", binary=needed(product))) as store:
         serves(state_dir, store.url)
+
+
+@pytest.mark.parametrize("product", [each for each in PRODUCTS if each != EMBEDDED])
+def test_each_message_is_in_exactly_one_place_in_a_product_that_is_not_embedded(state_dir: Path, product: str) -> None:
+    path = state_dir / "own.sock"
+    with running(Store(state_dir / "store", "--unixsocket", str(path), binary=needed(product))):
+        hold(Fleet, path, examples=5)
 
 
 def test_a_database_and_a_unix_socket_are_kept_to(state_dir: Path) -> None:
@@ -73,7 +101,7 @@ def test_a_database_and_a_unix_socket_are_kept_to(state_dir: Path) -> None:
         broker.enqueue(Message("plain", "add", (1, 2), {}, {}))
         with store.client() as client:
             assert set(client.info("keyspace")) == {"db3", "db5"}
-        broker.client.close()
+        close(broker)
         assert refusal(f"redis://127.0.0.1:{store.port}/99") == (
             f"127.0.0.1:{store.port} has no database 99; correct the URL"
         )
@@ -84,7 +112,7 @@ def test_a_database_and_a_unix_socket_are_kept_to(state_dir: Path) -> None:
 
 def test_a_store_behind_tls_serves_whoever_trusts_its_certificate(state_dir: Path) -> None:
     certificates = Certificates(state_dir)
-    with running(Store(state_dir / "store")) as store, behind_tls(store, certificates) as port:
+    with running(Store(state_dir / "store")) as store, behind_tls(store.port, certificates) as port:
         serves(state_dir, f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificates.authority}")
         told = refusal(f"rediss://127.0.0.1:{port}/0")
         assert f"the certificate of 127.0.0.1:{port} is not trusted" in told
@@ -98,10 +126,21 @@ def test_tls_to_a_store_without_it_is_told_so(state_dir: Path) -> None:
     with running(Store(state_dir / "store")) as store:
         mistaken = load({}, broker_url=f"rediss://127.0.0.1:{store.port}/0")
         with (
-            connect(mistaken, socket_connect_timeout=0.2) as client,
+            connect(mistaken, socket_connect_timeout=0.2, retry=Retry(NoBackoff(), 0)) as client,
             pytest.raises(redis.RedisError, match=r"TLS.* write redis://"),
         ):
             client.ping()
+
+
+def test_sentinels_and_their_master_serve_behind_tls(state_dir: Path) -> None:
+    certificates = Certificates(state_dir)
+    with (
+        running(Store(state_dir / "store")) as store,
+        behind_tls(store.port, certificates) as master,
+        stand_in({"HELLO": greeting("8.2.3", mode="sentinel"), "SENTINEL": masters(master)}) as plain,
+        behind_tls(plain, certificates) as sentinel,
+    ):
+        serves(state_dir, f"rediss+sentinel://127.0.0.1:{sentinel}/shop/0?ssl_ca_certs={certificates.authority}")
 
 
 # users
@@ -156,7 +195,7 @@ def test_what_a_user_may_not_do_is_told_with_the_user_the_command_and_the_remedy
         assert refused.value.sent is False
         for part in ("the user 'shop' may not", "evalsha", f"ACL SETUSER shop {PERMISSIONS}"):
             assert part in str(refused.value)
-        broker.client.close()
+        close(broker)
 
 
 def test_a_worker_does_not_begin_where_its_user_may_not_do_its_work(state_dir: Path) -> None:
@@ -178,7 +217,7 @@ def test_a_password_that_is_changed_under_a_worker_costs_no_message(state_dir: P
             worker.ready()
             go = state_dir / "go"
             deployment.send("hold", str(go), queue="held")
-            deployment.broker.client.close()
+            close(deployment.broker)
             key = "dramatiq:held.msgs"
             wait_until(lambda: admin.hlen(key) == 1 and admin.llen("dramatiq:held") == 0, "it runs")
             admin.execute_command("ACL", "SETUSER", "shop", "resetpass", ">other")
@@ -214,26 +253,66 @@ def test_looking_at_the_server_costs_a_connection_a_command_at_most_and_a_send_n
         for _ in range(20):
             broker.enqueue(Message("plain", "add", (1, 2), {}, {}))
         assert admin.info("commandstats")["cmdstat_hello"]["calls"] <= 1 + 2, "more than one of the broker's"
-        broker.client.close()
+        close(broker)
 
 
 @pytest.mark.parametrize("version", ["6.0.16", "6.1.0"])
 def test_a_redis_before_6_2_is_refused_with_its_version(version: str) -> None:
-    with stand_in({"HELLO": greeting(version), "CLIENT": b"+OK\r\n"}) as url:
-        told = refusal(url)
+    with stand_in({"HELLO": greeting(version)}) as port:
+        told = refusal(f"redis://127.0.0.1:{port}/0")
     assert "is older than Redis 6.2" in told
     assert version in told
 
 
 def test_a_redis_that_knows_no_greeting_is_refused() -> None:
-    with stand_in({}) as url:
-        assert "is older than Redis 6.2 (it does not know HELLO)" in refusal(url)
+    with stand_in({}) as port:
+        assert "is older than Redis 6.2 (it does not know HELLO)" in refusal(f"redis://127.0.0.1:{port}/0")
 
 
 @pytest.mark.parametrize("version", ["6.2.0", "7.0.15", "8.2.3", "9.1.2", "255.255.255"])
 def test_a_server_from_6_2_on_is_not_refused(version: str) -> None:
     with (
-        stand_in({"HELLO": greeting(version), "CLIENT": b"+OK\r\n"}) as url,
-        connect(load({}, broker_url=url)) as client,
+        stand_in({"HELLO": greeting(version)}) as port,
+        connect(load({}, broker_url=f"redis://127.0.0.1:{port}/0")) as client,
     ):
         assert client.ping()
+
+
+# the doctor
+
+
+def told_by_the_doctor(url: str) -> tuple[State, str]:
+    check = next(each for each in broker_checks(load({}, broker_url=url)) if each.name == "broker")
+    return check.state, f"{check.detail}; {check.remedy}"
+
+
+def test_the_doctor_names_the_shape_and_what_of_it_will_not_do(state_dir: Path) -> None:
+    certificates = Certificates(state_dir)
+    master, cluster = Store(state_dir / "master"), Store(state_dir / "cluster", "--cluster-enabled", "yes")
+    replica = Store(state_dir / "replica", "--replicaof", f"127.0.0.1 {master.port}")
+    with (
+        running(master),
+        running(cluster),
+        running(replica),
+        behind_tls(master.port, certificates) as port,
+        master.client() as admin,
+    ):
+        state, told = told_by_the_doctor(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificates.authority}")
+        assert state is State.ok
+        assert "Valkey" in told
+        assert "single server, TLS, round trip" in told
+        admin.execute_command("ACL", "SETUSER", "shop", "on", ">secret", *PERMISSIONS.split())
+        assert told_by_the_doctor(f"redis://shop:secret@127.0.0.1:{master.port}/0")[0] is State.ok
+        admin.execute_command("ACL", "SETUSER", "shop", "-zadd")
+        for url, words in {
+            f"redis://shop:secret@127.0.0.1:{master.port}/0": "'shop' may not run commands that asyncworker runs",
+            f"redis://shop:hunter2@127.0.0.1:{master.port}/0": "refuses the user 'shop'",
+            f"rediss://127.0.0.1:{port}/0": "is not trusted",
+            cluster.url: "the broker is a cluster",
+            replica.url: f"it is a replica, which takes nothing; name its master, 127.0.0.1:{master.port}",
+        }.items():
+            state, told = told_by_the_doctor(url)
+            assert state is State.failed
+            assert words in told
+            assert "secret" not in told
+            assert "hunter2" not in told

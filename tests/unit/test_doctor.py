@@ -18,8 +18,7 @@ import redis
 from rich.console import Console
 
 from asyncworker import doctor, embedded
-from asyncworker.broker_checks import broker_checks, clock
-from asyncworker.checking import Check, State
+from asyncworker.broker_checks import Check, State, broker_checks, clock
 from asyncworker.doctor import examine, would_run
 from asyncworker.settings import Settings, load
 from asyncworker.urls import SecretUrl

@@ -26,11 +26,11 @@ processes scratch
 engines.capabilities engines.importing engines.profile engines.lifeline engines.storage_state engines.invisible_client
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
 generation launching contexts browser watch loop runtime
-state_dirs embedded vetting permissions connecting patience settling alarm heartbeat accounting middleware retries fitness
+state_dirs embedded vetting connecting patience settling alarm heartbeat accounting middleware retries fitness
 prefetch consumer exchange delivery result_watch results producing redis_broker broker actor
 asyncworker
 deployment actors
-checking broker_checks commands installing doctor sending queues dead_letters identities demo demo.site demo.run
+broker_checks commands installing doctor sending queues dead_letters identities demo demo.site demo.run
 terminal cli_dead_letters cli_queues cli __main__
 fakes testing pytest_plugin
 """
