@@ -13,7 +13,7 @@ from dramatiq import Worker
 from dramatiq.middleware import Middleware
 from redis.exceptions import NoPermissionError, ResponseError
 
-from asyncworker.errors import BrokerUnavailable, UnfitBroker
+from asyncworker.errors import BrokerUnavailable, ConfigurationError
 from asyncworker.heartbeat import hasty
 from asyncworker.middleware import BootFailed
 from asyncworker.vetting import PERMISSIONS, Unfit
@@ -56,7 +56,7 @@ class Fitness(Middleware):
         client = hasty(broker)
         try:
             check_permissions(client, broker.namespace)
-        except UnfitBroker as error:
+        except ConfigurationError as error:
             raise BootFailed(f"this worker cannot start: the broker ({broker.where}): {error}") from error
         except (redis.RedisError, BrokerUnavailable) as error:
             logger.warning("the broker (%s) is away: %s", broker.where, error)
