@@ -127,17 +127,18 @@ class Store:
                 return False
 
 
-#: How often a sentinel does what it does, in ms: not in a second or ten, as it would by itself.
-HASTE = {"info-period": 200, "ping-period": 100, "ask-period": 100, "publish-period": 200, "election-timeout": 1_000}
+#: How often a sentinel does what it does, in ms: not in a second or ten, as it would by itself. It promotes no replica
+#: that it has not heard of for five times the period of pings.
+HASTE = {"info-period": 500, "ping-period": 500, "ask-period": 100, "publish-period": 200}
 
 
 class Watchman(Store):
-    """A sentinel that takes a master for dead after half a second."""
+    """A sentinel that takes a master for dead after a second."""
 
     def __init__(self, directory: Path, master: Store, *options: str) -> None:
         directory.mkdir(exist_ok=True)
-        lines = [f"sentinel monitor shop 127.0.0.1 {master.port} 2", "sentinel down-after-milliseconds shop 500"]
-        lines += ["sentinel failover-timeout shop 5000", ""]
+        lines = [f"sentinel monitor shop 127.0.0.1 {master.port} 2", "sentinel down-after-milliseconds shop 1000"]
+        lines += ["sentinel failover-timeout shop 3000", ""]
         self._configuration = directory / "sentinel.conf"
         self._configuration.write_text("\n".join(lines))
         super().__init__(directory, "--sentinel", *options)
@@ -191,8 +192,10 @@ class Shop:
 
 def _knows_all(sentinel: Watchman) -> bool:
     with sentinel.client() as client:
-        said: dict[str, Any] = client.sentinel_master("shop")
-    return bool(said["num-other-sentinels"] == 2 and said["num-slaves"] == 1)
+        master: dict[str, Any] = client.sentinel_master("shop")
+        replicas: list[dict[str, Any]] = client.sentinel_slaves("shop")
+    links = [(replica["master-link-status"], str(replica["flags"])) for replica in replicas]
+    return bool(master["num-other-sentinels"] == 2 and links == [("ok", "slave")])
 
 
 @contextmanager
@@ -258,41 +261,44 @@ def behind_tls(port: int, certificates: Certificates) -> Iterator[int]:
 
 
 @contextmanager
-def stand_in(answers: dict[str, bytes]) -> Iterator[int]:
-    """A server that knows these commands only, for what cannot be had here; yields its port."""
+def stand_in(version: str = "", *, mode: str = "standalone", master: int = 0) -> Iterator[int]:
+    """The port of what greets as a server does, for those that cannot be had here.
+
+    Parameters:
+        version: What it says that it is; empty: it does not know the greeting.
+        master: As a sentinel, the port of the only server that it knows, which is `shop`.
+    """
+
+    def answer(words: list[str], is_resp3: bool) -> bytes:
+        match words[0].upper():
+            case "HELLO" if version:
+                return in_resp({"server": "redis", "version": version, "proto": 3, "mode": mode}, is_resp3)
+            case "PING":
+                return b"+PONG\r\n"
+            case "CLIENT":
+                return b"+OK\r\n"
+            case "SENTINEL":
+                shop = {"name": "shop", "ip": "127.0.0.1", "port": str(master), "flags": "master"}
+                return b"*1\r\n" + in_resp(shop | {"num-other-sentinels": "0"}, is_resp3)
+        return b"-ERR unknown command '%s'\r\n" % words[0].encode()
 
     def serve(connection: socket.socket) -> None:
+        is_resp3 = False
         with connection, connection.makefile("rb") as lines:
             while (count := lines.readline()).startswith(b"*"):
                 words = []
                 for _ in range(int(count[1:])):
                     length = int(lines.readline()[1:])
-                    words.append(lines.read(length + 2)[:-2].decode().upper())
-                unknown = b"-ERR unknown command '%s'\r\n" % words[0].encode()
-                connection.sendall((KNOWN | answers).get(words[0], unknown))
+                    words.append(lines.read(length + 2)[:-2].decode())
+                is_resp3 |= words[:2] == ["HELLO", "3"]
+                connection.sendall(answer(words, is_resp3))
 
     with listening(serve) as port:
         yield port
 
 
-#: What every server knows.
-KNOWN = {"PING": b"+PONG\r\n", "CLIENT": b"+OK\r\n"}
-
-
-def greeting(version: str, *, mode: str = "standalone") -> bytes:
-    """What HELLO 3 is answered."""
-    return in_resp3({"server": "redis", "version": version, "proto": 3, "mode": mode, "role": "master"})
-
-
-def masters(port: int) -> bytes:
-    """What a sentinel that knows `shop` answers to SENTINEL MASTERS."""
-    shop = {"name": "shop", "ip": "127.0.0.1", "port": str(port), "flags": "master", "num-other-sentinels": "0"}
-    return b"*1\r\n" + in_resp3(shop)
-
-
-def in_resp3(facts: dict[str, str | int]) -> bytes:
-    said = b"%%%d\r\n" % len(facts)
-    for name, value in facts.items():
-        said += b"$%d\r\n%s\r\n" % (len(name), name.encode())
-        said += b":%d\r\n" % value if isinstance(value, int) else b"$%d\r\n%s\r\n" % (len(value), value.encode())
+def in_resp(facts: dict[str, Any], is_map: bool) -> bytes:
+    said = b"%%%d\r\n" % len(facts) if is_map else b"*%d\r\n" % (2 * len(facts))
+    for each in itertools.chain(*facts.items()):
+        said += b":%d\r\n" % each if isinstance(each, int) else b"$%d\r\n%s\r\n" % (len(each), each.encode())
     return said

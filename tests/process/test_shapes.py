@@ -22,12 +22,12 @@ from asyncworker.settings import load
 from asyncworker.vetting import PERMISSIONS
 from tests.conftest import missing
 from tests.process.test_queue_model import Fleet, hold
-from tests.servers import PRODUCTS, Certificates, Store, behind_tls, binary_of, greeting, masters, running, stand_in
+from tests.servers import PRODUCTS, Certificates, Store, behind_tls, binary_of, running, stand_in
 from tests.waiting import wait_until
 from tests.workers import Deployment
 
-#: Whose model is tested for longer elsewhere.
-EMBEDDED = "Valkey 9"
+#: The products that are not the embedded one, with which all other tests are made.
+OTHERS = [each for each in PRODUCTS if each != "Valkey 9"]
 
 #: A worker without a browser.
 PLAIN = ("-p", "1", "-t", "2", "-Q", "plain")
@@ -78,17 +78,17 @@ def refusal(url: str) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("product", OTHERS)
 def test_a_product_serves_producers_and_workers(state_dir: Path, product: str) -> None:
     with running(Store(state_dir / "store", binary=needed(product))) as store:
         serves(state_dir, store.url)
 
 
-@pytest.mark.parametrize("product", [each for each in PRODUCTS if each != EMBEDDED])
+@pytest.mark.parametrize("product", OTHERS)
 def test_each_message_is_in_exactly_one_place_in_a_product_that_is_not_embedded(state_dir: Path, product: str) -> None:
     path = state_dir / "own.sock"
     with running(Store(state_dir / "store", "--unixsocket", str(path), binary=needed(product))):
-        hold(Fleet, path, examples=5)
+        hold(Fleet, path, examples=4)
 
 
 def test_a_database_and_a_unix_socket_are_kept_to(state_dir: Path) -> None:
@@ -137,7 +137,7 @@ def test_sentinels_and_their_master_serve_behind_tls(state_dir: Path) -> None:
     with (
         running(Store(state_dir / "store")) as store,
         behind_tls(store.port, certificates) as master,
-        stand_in({"HELLO": greeting("8.2.3", mode="sentinel"), "SENTINEL": masters(master)}) as plain,
+        stand_in("8.2.3", mode="sentinel", master=master) as plain,
         behind_tls(plain, certificates) as sentinel,
     ):
         serves(state_dir, f"rediss+sentinel://127.0.0.1:{sentinel}/shop/0?ssl_ca_certs={certificates.authority}")
@@ -258,21 +258,21 @@ def test_looking_at_the_server_costs_a_connection_a_command_at_most_and_a_send_n
 
 @pytest.mark.parametrize("version", ["6.0.16", "6.1.0"])
 def test_a_redis_before_6_2_is_refused_with_its_version(version: str) -> None:
-    with stand_in({"HELLO": greeting(version)}) as port:
+    with stand_in(version) as port:
         told = refusal(f"redis://127.0.0.1:{port}/0")
     assert "is older than Redis 6.2" in told
     assert version in told
 
 
 def test_a_redis_that_knows_no_greeting_is_refused() -> None:
-    with stand_in({}) as port:
+    with stand_in() as port:
         assert "is older than Redis 6.2 (it does not know HELLO)" in refusal(f"redis://127.0.0.1:{port}/0")
 
 
 @pytest.mark.parametrize("version", ["6.2.0", "7.0.15", "8.2.3", "9.1.2", "255.255.255"])
 def test_a_server_from_6_2_on_is_not_refused(version: str) -> None:
     with (
-        stand_in({"HELLO": greeting(version)}) as port,
+        stand_in(version) as port,
         connect(load({}, broker_url=f"redis://127.0.0.1:{port}/0")) as client,
     ):
         assert client.ping()

@@ -22,7 +22,7 @@ README = readme.README.read_text()
         ("redis://h", "single server", {"host": "h"}),
         ("redis://:p%40ss@h:1/2", "single server", {"host": "h", "port": 1, "db": 2, "password": "p@ss"}),
         ("redis://u:p@[::1]:1?db=3", "single server", {"host": "::1", "port": 1, "db": 3, "username": "u"}),
-        ("redis://h?socket_timeout=5&protocol=2", "single server", {"socket_timeout": 5.0, "protocol": 2}),
+        ("redis://h?socket_timeout=5", "single server", {"socket_timeout": 5.0}),
         ("rediss://h/1?ssl_ca_certs=/ca.pem", "single server, TLS", {"db": 1, "ssl_ca_certs": "/ca.pem"}),
         ("unix:///run/v.sock?db=4", "unix socket", {"path": "/run/v.sock", "db": 4}),
         ("unix://u:p@/run/v.sock", "unix socket", {"path": "/run/v.sock", "username": "u", "password": "p"}),
