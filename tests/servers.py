@@ -118,6 +118,8 @@ class Store:
             return False
 
     def _answers(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, (self.directory / f"{self.port}.log").read_text()
         with self.client(socket_timeout=1) as client:
             try:
                 return bool(client.ping())
@@ -125,6 +127,18 @@ class Store:
                 return True
             except redis.RedisError:
                 return False
+
+
+class Cluster(Store):
+    """A cluster of one. Its second port would else be its first and 10,000, which may not be free, or none."""
+
+    def __init__(self, directory: Path) -> None:
+        self._bus = Port()
+        super().__init__(directory, "--cluster-enabled", "yes", "--cluster-port", str(self._bus.number))
+
+    def close(self) -> None:
+        super().close()
+        self._bus.close()
 
 
 #: How often a sentinel does what it does, in ms: not in a second or ten, as it would by itself. It promotes no replica

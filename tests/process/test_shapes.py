@@ -22,12 +22,14 @@ from asyncworker.settings import load
 from asyncworker.vetting import PERMISSIONS
 from tests.conftest import missing
 from tests.process.test_queue_model import Fleet, hold
-from tests.servers import PRODUCTS, Certificates, Store, behind_tls, binary_of, running, stand_in
+from tests.servers import PRODUCTS, Certificates, Cluster, Store, behind_tls, binary_of, running, stand_in
 from tests.waiting import wait_until
 from tests.workers import Deployment
 
 #: The products that are not the embedded one, with which all other tests are made.
 OTHERS = [each for each in PRODUCTS if each != "Valkey 9"]
+
+NONE = Retry(NoBackoff(), 0)
 
 #: A worker without a browser.
 PLAIN = ("-p", "1", "-t", "2", "-Q", "plain")
@@ -125,11 +127,13 @@ def test_a_store_behind_tls_serves_whoever_trusts_its_certificate(state_dir: Pat
 def test_tls_to_a_store_without_it_is_told_so(state_dir: Path) -> None:
     with running(Store(state_dir / "store")) as store:
         mistaken = load({}, broker_url=f"rediss://127.0.0.1:{store.port}/0")
+        began = time.monotonic()
         with (
-            connect(mistaken, socket_connect_timeout=0.2, retry=Retry(NoBackoff(), 0)) as client,
+            connect(mistaken, socket_connect_timeout=0.2, retry=NONE) as client,
             pytest.raises(redis.RedisError, match=r"TLS.* write redis://"),
         ):
             client.ping()
+        assert time.monotonic() - began < 5, "it took longer than to connect may take"
 
 
 def test_sentinels_and_their_master_serve_behind_tls(state_dir: Path) -> None:
@@ -141,6 +145,22 @@ def test_sentinels_and_their_master_serve_behind_tls(state_dir: Path) -> None:
         behind_tls(plain, certificates) as sentinel,
     ):
         serves(state_dir, f"rediss+sentinel://127.0.0.1:{sentinel}/shop/0?ssl_ca_certs={certificates.authority}")
+
+
+@pytest.mark.parametrize("product", ["Redis 6.2", "Valkey 9"])
+def test_a_connection_to_a_master_that_became_a_replica_is_given_up(state_dir: Path, product: str) -> None:
+    """As sentinels ask it to cut its connections, that is rare; what a script is refused tells, too."""
+    with (
+        running(Store(state_dir / "store", binary=needed(product))) as store,
+        stand_in("8.2.3", mode="sentinel", master=store.port) as sentinel,
+        connect(load({}, broker_url=f"redis+sentinel://127.0.0.1:{sentinel}/shop/0"), retry=NONE) as client,
+        store.client() as admin,
+    ):
+        write = "return redis.call('set', KEYS[1], 1)"
+        client.eval(write, 1, "key")
+        admin.replicaof("127.0.0.1", store.port)
+        with pytest.raises(redis.ConnectionError, match="master"):
+            client.eval(write, 1, "key")
 
 
 # users
@@ -234,7 +254,7 @@ def test_a_password_that_is_changed_under_a_worker_costs_no_message(state_dir: P
 
 
 def test_a_cluster_is_refused_by_the_first_send_and_by_a_worker_at_boot(state_dir: Path) -> None:
-    with running(Store(state_dir / "store", "--cluster-enabled", "yes")) as store:
+    with running(Cluster(state_dir / "store")) as store:
         told = refusal(store.url)
         assert f"127.0.0.1:{store.port}: the broker is a cluster" in told
         assert "redis+sentinel://" in told
@@ -288,7 +308,7 @@ def told_by_the_doctor(url: str) -> tuple[State, str]:
 
 def test_the_doctor_names_the_shape_and_what_of_it_will_not_do(state_dir: Path) -> None:
     certificates = Certificates(state_dir)
-    master, cluster = Store(state_dir / "master"), Store(state_dir / "cluster", "--cluster-enabled", "yes")
+    master, cluster = Store(state_dir / "master"), Cluster(state_dir / "cluster")
     replica = Store(state_dir / "replica", "--replicaof", f"127.0.0.1 {master.port}")
     with (
         running(master),
