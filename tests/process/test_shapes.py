@@ -80,10 +80,17 @@ def refusal(url: str) -> str:
     return str(refused.value)
 
 
+def let_in(store: Store) -> None:
+    """Make the user `shop`, who may do what README says and no more."""
+    with store.client() as admin:
+        admin.execute_command("ACL", "SETUSER", "shop", "on", ">secret", "resetchannels", *PERMISSIONS.split())
+
+
 @pytest.mark.parametrize("product", OTHERS)
-def test_a_product_serves_producers_and_workers(state_dir: Path, product: str) -> None:
+def test_a_product_serves_a_user_with_the_permissions_of_the_readme(state_dir: Path, product: str) -> None:
     with running(Store(state_dir / "store", binary=needed(product))) as store:
-        serves(state_dir, store.url)
+        let_in(store)
+        serves(state_dir, f"redis://shop:secret@127.0.0.1:{store.port}/0")
 
 
 @pytest.mark.parametrize("product", OTHERS)
@@ -93,10 +100,11 @@ def test_each_message_is_in_exactly_one_place_in_a_product_that_is_not_embedded(
         hold(Fleet, path, examples=4)
 
 
-def test_a_database_and_a_unix_socket_are_kept_to(state_dir: Path) -> None:
+def test_a_database_a_unix_socket_and_a_user_are_kept_to(state_dir: Path) -> None:
     socket = state_dir / "own.sock"
     with running(Store(state_dir / "store", "--unixsocket", str(socket))) as store:
-        serves(state_dir, f"unix://{socket}?db=3")
+        let_in(store)
+        serves(state_dir, f"unix://shop:secret@{socket}?db=3")
         with store.client() as client:
             assert set(client.info("keyspace")) == {"db3"}
         broker = make_broker(load({}, broker_url=f"redis://127.0.0.1:{store.port}/5"))
@@ -164,12 +172,6 @@ def test_a_connection_to_a_master_that_became_a_replica_is_given_up(state_dir: P
 
 
 # users
-
-
-def test_a_user_with_the_permissions_of_the_readme_is_enough(state_dir: Path) -> None:
-    with running(Store(state_dir / "store")) as store, store.client() as admin:
-        admin.execute_command("ACL", "SETUSER", "shop", "on", ">secret", "resetchannels", *PERMISSIONS.split())
-        serves(state_dir, f"redis://shop:secret@127.0.0.1:{store.port}/0")
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
