@@ -2,24 +2,27 @@
 
 A map, top to bottom; each file may import what stands above it in its group or in an earlier group:
 
-    errors, identity, urls, settings, ledger    core: no queue, no browser library
-    shielding                                   work that ends although its waiter is cancelled
+    errors, identity, urls, stores, settings     core: no queue, no browser library
+    ledger, shielding                           the account of attempts; work that ends although its waiter is cancelled
     visitor                                     who a message was when it first ran
     guard, private_hosts                        what the shipped actors refuse
     processes, scratch, engines/                whose process or directory is this; what launches a browser
     generation, launching, contexts, browser    one browser; how it and its contexts begin and end; their owner
     watch, loop, runtime                        one attempt on it
-    embedded, connecting, patience              the edges: a store to begin with, and waiting for it
+    state_dirs, embedded, vetting               the edges: a store to begin with, and whether it will do
+    connecting, patience                        how it is reached, and waited for
     heartbeat, alarm                            who lives; what is due
     accounting, settling                        a row and a log line for each attempt; what is done is told together
-    middleware, retries, prefetch, consumer     what fires when, and what takes messages off a queue
+    middleware, fitness, retries, prefetch      what fires when, what a worker needs, and how much it takes
+    consumer                                    what takes messages off a queue
     exchange, delivery                          how a producer asks the store, and has it take messages
     result_watch, results, producing            where results lie, how a loop waits for them, and how it sends
     redis_broker                                Redis or Valkey as the broker
     speaking, rabbitmq_consumer, rabbitmq       RabbitMQ as the broker
     broker                                      which of them, and the order of its middleware
     actor, deployment, actors                   @actor; the entry of `dramatiq asyncworker.actors`
-    commands, installing, doctor, sending       what the command `asyncworker` does,
+    commands, installing, sending               what the command `asyncworker` does,
+    broker_checks, doctor                       how it looks at what is there,
     queues, dead_letters, identities, demo/     with its demo
     terminal, cli_dead_letters, cli_queues, cli its words, and what it prints
     fakes, testing, pytest_plugin               for users' tests and ours

@@ -25,6 +25,7 @@ from dramatiq.results.backend import ResultBackend
 from asyncworker.connecting import connect
 from asyncworker.errors import BrokerUnavailable, ConfigurationError
 from asyncworker.exchange import Exchange, NotSent, Unanswered
+from asyncworker.fitness import Fitness
 from asyncworker.heartbeat import Heartbeat
 from asyncworker.identity import new_seed
 from asyncworker.ledger import Ledger, RedisLedger
@@ -90,6 +91,7 @@ def make_redis_broker(settings: Settings) -> WorkerBroker:
         heartbeat_timeout_ms=settings.heartbeat_timeout_ms,
         send_timeout_ms=settings.send_timeout_ms,
     )
+    broker.add_middleware(Fitness())  # before anything begins
     broker.add_middleware(Heartbeat())
     if settings.store_url is not None:
         _add_middleware_with_store(broker, settings, settings.store_url)

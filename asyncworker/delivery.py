@@ -19,6 +19,9 @@ from asyncworker.patience import PAUSE_S, passes
 #: So many messages are taken in one step of the store, all or none of them; it serves others in between.
 MOST_TOGETHER = 200
 
+#: A try gets no less time than this, in s, where there is so much.
+LEAST_S = 0.5
+
 
 @dataclass(frozen=True)
 class Item:
@@ -141,7 +144,7 @@ class Delivery:
             Undelivered: When it did not take everything.
         """
         while pending := [parcel for parcel in shipment if not parcel.is_taken]:
-            error = self._try(pending, deadline, kept_ms)
+            error = self._try(pending, _half_way(deadline), kept_ms)
             if error is None:
                 continue
             if isinstance(error, redis.RedisError) and passes(error) and time.monotonic() + PAUSE_S < deadline:
@@ -185,6 +188,12 @@ class Delivery:
         except (NotSent, Unanswered) as reason:
             return reason.__cause__
         return answer if isinstance(answer, Exception) else None
+
+
+def _half_way(deadline: float) -> float:
+    """Until when one try waits: a connection may hang, to a master that hangs itself, say, where another would not."""
+    left_s = deadline - time.monotonic()
+    return deadline - (left_s / 2 if left_s / 2 > LEAST_S else 0)
 
 
 def _worst_first(refusals: list[Exception]) -> Iterator[Exception]:

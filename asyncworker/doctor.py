@@ -18,21 +18,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
 from importlib.machinery import PathFinder
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
-import redis
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from asyncworker import embedded
+from asyncworker.broker_checks import Check, State, broker_checks
 from asyncworker.engines.finding import find, needs_xvfb, which
-from asyncworker.errors import BrokerUnavailable, ConfigurationError, EngineMissing
+from asyncworker.errors import EngineMissing
 from asyncworker.settings import EngineName, Settings, child_environment, foreign
 from asyncworker.urls import SecretUrl
 
@@ -44,33 +41,8 @@ ENOUGH_SHARED_MEMORY = 256 * 1024**2
 #: Twelve pages at once measured 103 open files in the busiest process of a headless shell.
 ENOUGH_DESCRIPTORS = 1_024
 
-#: The age of messages and the delays of retries are told by each machine's own clock.
-TOLERATED_CLOCK_MS = 1_000
-
-BROKER_TIMEOUT_MS = 2_000
+ENDPOINT_TIMEOUT_MS = 2_000
 REAPING_TIMEOUT_MS = 4_000  # some look for orphans only every other second
-
-
-class State(StrEnum):
-    """What a check found: `failed` means that a worker would not run."""
-
-    ok = "ok"
-    warning = "warning"
-    failed = "failed"
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing that was looked at; `remedy` is what to do when it is not ok."""
-
-    name: str
-    state: State
-    detail: str
-    remedy: str | None = None
-
-    def facts(self) -> dict[str, str | None]:
-        """As JSON takes it."""
-        return {**asdict(self), "state": self.state.value}
 
 
 def examine(settings: Settings) -> list[Check]:
@@ -84,7 +56,7 @@ def examine(settings: Settings) -> list[Check]:
         *_sandbox(settings),
         *_shared_memory(settings),
         _descriptors(),
-        *_broker(settings),
+        *broker_checks(settings),
         *(_actors(name) for name in settings.actors),
         _reaping(orphan),
     ]
@@ -171,7 +143,7 @@ def _endpoint(endpoint: SecretUrl) -> Check:
     parts = urlsplit(endpoint.value)
     port = parts.port or {"wss": 443, "https": 443}.get(parts.scheme, 80)
     try:
-        socket.create_connection((parts.hostname or "", port), timeout=BROKER_TIMEOUT_MS / 1000).close()
+        socket.create_connection((parts.hostname or "", port), timeout=ENDPOINT_TIMEOUT_MS / 1000).close()
     except OSError as error:
         remedy = "start the browser's server there, or correct ASYNCWORKER_ENDPOINT"
         return Check("engine", State.failed, f"nothing answers at {endpoint}: {error.strerror or error}", remedy)
@@ -272,93 +244,6 @@ def _reap_own(pid: int) -> None:
     """Leave no zombie behind where this very process is the one that does not reap."""
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
-
-
-def _broker(settings: Settings) -> Iterator[Check]:
-    if settings.store_url is not None:
-        yield from (_of_the_store(check) for check in _broker_at(settings.store_url))
-    if settings.broker_url is not None and settings.broker_url.is_rabbitmq:
-        yield _rabbitmq(settings.broker_url)
-        return
-    if settings.broker_url is not None:
-        yield from _broker_at(settings.broker_url)
-        return
-    server = embedded.binary()
-    if server is None:
-        remedy = "set ASYNCWORKER_BROKER_URL, or install valkey-server or redis-server"
-        yield Check("broker", State.failed, "none is configured, and no Valkey is here to embed", remedy)
-        return
-    folder = settings.state_dir
-    nearest = next(path for path in (folder, *folder.parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        detail = f"the state directory {folder} cannot be written"
-        yield Check("broker", State.failed, detail, "set ASYNCWORKER_STATE_DIR to one that can")
-        return
-    running = embedded.answers(embedded.socket_path(folder))
-    when = "running" if running else "started with the first message or worker"
-    yield Check("broker", State.ok, f"embedded Valkey in {folder} ({when}), from {server}")
-
-
-def _of_the_store(check: Check) -> Check:
-    remedy = check.remedy and check.remedy.replace("ASYNCWORKER_BROKER_URL", "ASYNCWORKER_STORE_URL")
-    return replace(check, name="store" if check.name == "broker" else check.name, remedy=remedy)
-
-
-def _rabbitmq(url: SecretUrl) -> Check:
-    try:
-        from asyncworker.rabbitmq import version_of
-    except ModuleNotFoundError:
-        remedy = f"`{sys.executable} -m pip install 'asyncworker[rabbitmq]'`"
-        return Check("broker", State.failed, f"{url} is RabbitMQ, and pika is not installed", remedy)
-    try:
-        version = version_of(url, timeout_s=BROKER_TIMEOUT_MS / 1000)
-    except (BrokerUnavailable, ConfigurationError) as error:
-        remedy = "start it, or correct ASYNCWORKER_BROKER_URL; a worker would wait for it"
-        return Check("broker", State.failed, f"{url} does not answer: {error}", remedy)
-    return Check("broker", State.ok, f"{version} at {url}")
-
-
-def _broker_at(url: SecretUrl) -> Iterator[Check]:
-    try:
-        timeout = BROKER_TIMEOUT_MS / 1000
-        client = redis.Redis.from_url(url.value, socket_timeout=timeout, socket_connect_timeout=timeout, retry=None)
-    except ValueError:  # its text may hold the password
-        yield Check("broker", State.failed, f"{url} is no URL of a broker", "correct ASYNCWORKER_BROKER_URL")
-        return
-    try:
-        client.ping()
-        yield _eviction(client, url)
-        yield _clock(client)
-    except (redis.RedisError, OSError) as error:
-        reason = str(error) or type(error).__name__
-        remedy = "start it, or correct ASYNCWORKER_BROKER_URL; a worker would wait for it"
-        yield Check("broker", State.failed, f"{url} does not answer: {reason}", remedy)
-    finally:
-        client.close()
-
-
-def _eviction(client: redis.Redis, url: SecretUrl) -> Check:
-    """INFO, not CONFIG: hosted servers refuse the latter."""
-    info = client.info()
-    policy = info.get("maxmemory_policy")
-    product = "Valkey" if info.get("server_name") == "valkey" else "Redis"
-    detail = f"{product} {info.get('valkey_version') or info.get('redis_version')} at {url}"
-    if policy not in (None, "noeviction"):
-        detail += f"; its maxmemory-policy is {policy}: a key that it evicts is a lost message"
-        return Check("broker", State.warning, detail, "`CONFIG SET maxmemory-policy noeviction`")
-    return Check("broker", State.ok, detail)
-
-
-def _clock(client: redis.Redis) -> Check:
-    before = time.time()
-    seconds, micros = client.time()
-    # The broker read its clock between the two moments; what cannot be explained by the way is the difference.
-    after, theirs = time.time(), seconds + micros / 1e6
-    ahead = before - theirs if theirs < before else min(after - theirs, 0.0)
-    if abs(ahead) * 1000 <= TOLERATED_CLOCK_MS:
-        return Check("clock", State.ok, "agrees with the broker's")
-    detail = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the broker's: delays and age limits are off"
-    return Check("clock", State.warning, detail, "synchronise both by NTP")
 
 
 def _actors(name: str) -> Check:

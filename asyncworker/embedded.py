@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import importlib.util
 import os
 import shutil
-import stat
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,9 +25,9 @@ from redis.retry import Retry
 from asyncworker import processes
 from asyncworker.errors import BrokerUnavailable, ConfigurationError
 from asyncworker.settings import child_environment
-
-#: A unix socket's path holds at most 107 bytes on Linux, 103 on macOS.
-LONGEST_SOCKET_PATH = 100
+from asyncworker.state_dirs import make_state_dir as make_state_dir
+from asyncworker.state_dirs import refuse_a_strangers, refuse_another_users, unwritable
+from asyncworker.state_dirs import socket_path as socket_path
 
 #: Written by `asyncworker down`; its time says which processes are older than that.
 DOWN_MARKER = "down"
@@ -46,20 +43,6 @@ START_TIMEOUT_MS = 15_000
 STOP_TIMEOUT_MS = 15_000
 
 
-def socket_path(state_dir: Path) -> Path:
-    """Where the server of a state directory listens.
-
-    In the directory itself, unless that path is too long for a socket: then below /tmp, in a folder that only this
-    user may enter. By whatever name a process knows the directory, and whatever its TMPDIR, it is the same socket.
-    """
-    state_dir = state_dir.resolve()
-    path = state_dir / "valkey.sock"
-    if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH:
-        return path
-    digest = hashlib.sha256(os.fsencode(state_dir)).hexdigest()[:16]
-    return Path("/tmp") / f"asyncworker-{os.getuid()}-{digest}" / "valkey.sock"  # noqa: S108 -- owner is checked
-
-
 def ensure(state_dir: Path) -> Path:
     """Return the socket of a running server; start one when there is none.
 
@@ -68,7 +51,8 @@ def ensure(state_dir: Path) -> Path:
         BrokerUnavailable: When the server did not come up; it names the log.
     """
     path = socket_path(state_dir)
-    _refuse_a_strangers(path.parent, state_dir)
+    refuse_another_users(state_dir)
+    refuse_a_strangers(path.parent, state_dir)
     if answers(path):
         return path
     make_state_dir(state_dir)
@@ -148,7 +132,8 @@ def stop(state_dir: Path, *, for_good: bool = True) -> bool:
     path = socket_path(state_dir)
     if not state_dir.is_dir():
         return False
-    _refuse_a_strangers(path.parent, state_dir)
+    refuse_another_users(state_dir)
+    refuse_a_strangers(path.parent, state_dir)
     with _locked(state_dir):
         if for_good:
             (state_dir / DOWN_MARKER).touch()
@@ -192,50 +177,6 @@ def binary() -> Path | None:
     return Path(found) if found else None
 
 
-def make_state_dir(state_dir: Path) -> None:
-    """Create the state directory for this user alone.
-
-    Raises:
-        ConfigurationError: When it cannot be created or written.
-    """
-    try:
-        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=state_dir):
-            pass
-    except OSError as error:
-        raise _unwritable(state_dir, error) from error
-
-
-def _unwritable(state_dir: Path, error: OSError) -> ConfigurationError:
-    return ConfigurationError(
-        f"the state directory {state_dir} cannot be written ({error.strerror}); set ASYNCWORKER_STATE_DIR to "
-        "one that can, or ASYNCWORKER_BROKER_URL to a broker that runs elsewhere",
-        name="ASYNCWORKER_STATE_DIR",
-    )
-
-
-def _refuse_a_strangers(folder: Path, state_dir: Path) -> None:
-    """Below /tmp anyone may have made the socket's folder first, and would be this deployment's broker.
-
-    Raises:
-        ConfigurationError: When it is not this user's alone.
-    """
-    if folder == state_dir.resolve():
-        return
-    try:
-        status = folder.lstat()
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise _unwritable(state_dir, error) from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise ConfigurationError(
-            f"{folder} is not this user's alone, and the embedded Valkey would listen there; remove it, or set "
-            f"ASYNCWORKER_STATE_DIR to a path of less than {LONGEST_SOCKET_PATH - len('/valkey.sock')} bytes",
-            name="ASYNCWORKER_STATE_DIR",
-        )
-
-
 def _start(state_dir: Path, path: Path) -> None:
     executable = binary()
     if executable is None:
@@ -245,7 +186,7 @@ def _start(state_dir: Path, path: Path) -> None:
             name="ASYNCWORKER_BROKER_URL",
         )
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    _refuse_a_strangers(path.parent, state_dir)
+    refuse_a_strangers(path.parent, state_dir)
     path.unlink(missing_ok=True)
     said = _run(executable, _options(state_dir, path), state_dir)
     deadline = time.monotonic() + START_TIMEOUT_MS / 1000
@@ -336,7 +277,7 @@ def _locked(state_dir: Path) -> Iterator[None]:
     try:
         lock = path.open("w")
     except OSError as error:
-        raise _unwritable(state_dir, error) from error
+        raise unwritable(state_dir, error) from error
     deadline = time.monotonic() + (START_TIMEOUT_MS * 2 + STOP_TIMEOUT_MS) / 1000
     with lock:
         while True:

@@ -2,7 +2,8 @@
 
     AsyncworkerError
     ├── ConfigurationError        the deployment: settings, state directory, actors package
-    │   └── DeclarationError      the source code: an @actor that cannot work
+    │   ├── DeclarationError      the source code: an @actor that cannot work
+    │   └── UnfitBroker           a store that answers, and that cannot be used as it is or as it is named
     ├── BrokerUnavailable         the store: away, refusing or full; nothing was sent
     ├── NotThere                  what a command names: there is no such queue or dead letter
     ├── RefusedMessage            the message: no retry can make it succeed, it is dead-lettered
@@ -52,7 +53,7 @@ class ConfigurationError(AsyncworkerError):
     Not raised for a setting that is merely unwise: that is a warning in the log.
     """
 
-    fields = ("name",)
+    fields: ClassVar[tuple[str, ...]] = ("name",)
     name: str | None
 
 
@@ -61,6 +62,19 @@ class DeclarationError(ConfigurationError, TypeError):
 
     Raised where it is declared, never in a worker.
     """
+
+
+class UnfitBroker(ConfigurationError):
+    """The broker answers and cannot be used: a cluster, a server too old, a wrong password. Correct what it says.
+
+    `remedy` is the second half of the sentence, alone. Nothing was sent.
+
+    Not raised for a broker that is away, full or loading: that is BrokerUnavailable. A worker that is up already
+    waits, since a password may be changed under it.
+    """
+
+    fields = ("name", "remedy")
+    remedy: str | None
 
 
 class BrokerUnavailable(AsyncworkerError):

@@ -91,6 +91,7 @@ class Exchange:
             answers = self._receive(connection, len(commands), deadline)
         except BaseException:
             connection.disconnect()
+            self.close()  # they lead where this one led
             raise
         self._keep(connection)
         return answers

@@ -87,7 +87,7 @@ def hasty(broker: Any) -> redis.Redis:
     timeout_s = broker.heartbeat_timeout / 1000 * PATIENCE
     changed = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, "retry": Retry(NoBackoff(), 0)}
     options = pool.connection_kwargs | changed
-    return redis.Redis(connection_pool=redis.ConnectionPool(connection_class=pool.connection_class, **options))
+    return redis.Redis.from_pool(redis.ConnectionPool(connection_class=pool.connection_class, **options))
 
 
 def consumed_queues(broker: Broker, worker: Worker) -> set[str]:

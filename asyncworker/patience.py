@@ -25,7 +25,7 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from asyncworker.errors import BrokerUnavailable
+from asyncworker.errors import BrokerUnavailable, UnfitBroker
 
 logger = logging.getLogger("asyncworker.broker")
 
@@ -86,17 +86,17 @@ def passes(error: BaseException) -> bool:
 
 
 def locked_out(error: BaseException) -> bool:
-    """True when the store is there and refuses who asks: nothing will be taken until someone changes that."""
+    """True when the store is there and refuses who asks, or will not do, until someone changes that."""
     cause = _cause(error)
-    if isinstance(cause, LOCKED_OUT_TYPES):
+    if isinstance(cause, (UnfitBroker, *LOCKED_OUT_TYPES)):
         return True
     return isinstance(cause, ResponseError) and any(word in str(cause) for word in LOCKED_OUT)
 
 
 def remedy(error: BaseException) -> str:
     """What to do about an error, to be put behind it; empty where waiting helps."""
-    if not locked_out(error):
-        return ""
+    if not locked_out(error) or isinstance(_cause(error), UnfitBroker) or "ACL SETUSER" in str(error):
+        return ""  # or it is said already
     return (
         "; the store does not let this process do that: check the user and the password in ASYNCWORKER_BROKER_URL "
         "(or ASYNCWORKER_STORE_URL, where that is set), and what the store's ACL lets that user do"

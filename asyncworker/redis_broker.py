@@ -163,6 +163,7 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         """Enqueue a message, `delay` ms from now; there is no longest delay.
 
         Raises:
+            UnfitBroker: When the broker cannot be used at all: a cluster, too old, a wrong password.
             BrokerUnavailable: When the broker did not take it in time; `sent` says whether it may have. Not after an
                 attempt: the retry, the next of a pipeline and a callback wait for the broker, since what is not
                 enqueued then is lost.

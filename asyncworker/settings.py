@@ -29,7 +29,8 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 from asyncworker.errors import ConfigurationError
 from asyncworker.identity import MAX_SEED
-from asyncworker.urls import Proxy, SecretUrl, as_broker_url, as_store_url, taken_apart
+from asyncworker.stores import as_broker_url, as_store_url
+from asyncworker.urls import Proxy, SecretUrl, taken_apart
 
 PREFIX = "ASYNCWORKER_"
 
@@ -98,13 +99,13 @@ class Settings(BaseSettings):
 
     broker_url: Annotated[SecretUrl, AfterValidator(as_broker_url)] | None = Field(
         None,
-        description="URL of the broker: redis://, rediss:// or unix://; amqp:// or amqps:// for RabbitMQ, several "
-        "separated by `;`; none: an embedded Valkey",
+        description="URL of the broker: redis://, rediss://, unix:// or redis+sentinel://; amqp:// or amqps:// for "
+        "RabbitMQ, several separated by `;`; none: an embedded Valkey",
     )
     store_url: Annotated[SecretUrl, AfterValidator(as_store_url)] | None = Field(
         None,
-        description="redis://, rediss:// or unix:// URL of the store of results, the ledger and the seed; none: the "
-        "broker, unless that is RabbitMQ",
+        description="redis://, rediss://, unix:// or redis+sentinel:// URL of the store of results, the ledger and "
+        "the seed; none: the broker, unless that is RabbitMQ",
     )
     state_dir: DirectoryPath = Field(
         Path(".asyncworker"), description="directory of the embedded Valkey: its socket, data and log"

@@ -485,6 +485,24 @@ for folder in (Path(sys.argv[1]), Path(sys.argv[1]) / "below"):
     assert run.stdout.split() == ["ASYNCWORKER_STATE_DIR"] * 2, run.stderr
 
 
+@root_only
+@pytest.mark.parametrize("theirs", ["the directory", "the socket"])
+def test_root_starts_and_stops_nothing_in_another_users_directory(state_dir: Path, theirs: str) -> None:
+    folder = state_dir / "theirs"
+    folder.mkdir(mode=0o700)
+    if theirs == "the socket":
+        (folder / "valkey.sock").touch()
+    what = folder if theirs == "the directory" else folder / "valkey.sock"
+    os.chown(what, NOBODY, NOBODY)
+    before = sorted(folder.iterdir())
+    for work in (embedded.ensure, embedded.stop):
+        with pytest.raises(ConfigurationError, match=rf"{what} belongs to .*\(?{NOBODY}.*ASYNCWORKER_STATE_DIR"):
+            work(folder)
+    assert sorted(folder.iterdir()) == before, "something was written"
+    assert what.stat().st_uid == NOBODY
+    assert servers_in(folder) == []
+
+
 @pytest.mark.parametrize("whose", ["everyone's", "a link", pytest.param("a stranger's", marks=root_only)])
 def test_a_folder_for_the_socket_that_is_not_this_users_alone_is_refused(state_dir: Path, whose: str) -> None:
     """Whoever made it first would be this deployment's broker."""

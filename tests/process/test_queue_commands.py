@@ -414,4 +414,5 @@ class Operated(Fleet):
 
 
 def test_whoever_operates_the_queue_each_message_is_in_exactly_one_place(state_dir: Path) -> None:
-    hold(Operated, state_dir, examples=30)
+    embedded.ensure(state_dir)
+    hold(Operated, embedded.socket_path(state_dir), examples=30)

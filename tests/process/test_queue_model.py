@@ -38,20 +38,16 @@ EXAMPLES, STEPS = 100, 50
 
 
 def test_each_message_is_in_exactly_one_place_whatever_happens(state_dir: Path) -> None:
-    hold(Fleet, state_dir, examples=EXAMPLES)
-
-
-def hold(model: type[Fleet], state_dir: Path, *, examples: int) -> None:
-    """Run examples of the model on a store of their own."""
     embedded.ensure(state_dir)
-    client = redis.Redis(unix_socket_path=str(embedded.socket_path(state_dir)))
-    on_this_store = type(model.__name__, (model,), {"path": embedded.socket_path(state_dir)})
-    try:
-        run_state_machine_as_test(
-            on_this_store, settings=settings(max_examples=examples, stateful_step_count=STEPS, deadline=None)
-        )
-    finally:
-        client.close()
+    hold(Fleet, embedded.socket_path(state_dir), examples=EXAMPLES)
+
+
+def hold(model: type[Fleet], path: Path, *, examples: int) -> None:
+    """Run examples of the model on a store of their own, at this socket."""
+    on_this_store = type(model.__name__, (model,), {"path": path})
+    run_state_machine_as_test(
+        on_this_store, settings=settings(max_examples=examples, stateful_step_count=STEPS, deadline=None)
+    )
 
 
 class Fleet(RuleBasedStateMachine):

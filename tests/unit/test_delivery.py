@@ -20,9 +20,11 @@ class Scripted:
     def __init__(self) -> None:
         self.script: list[list[Any] | BaseException] = []
         self.asked: list[list[tuple[Any, ...]]] = []
+        self.left_s: list[float] = []
 
     def ask(self, commands: Sequence[tuple[Any, ...]], deadline: float) -> list[Any]:
         self.asked.append(list(commands))
+        self.left_s.append(deadline - time.monotonic())
         answer = self.script.pop(0) if self.script else [1] * len(commands)
         if isinstance(answer, BaseException):
             raise answer from redis.ConnectionError("lost")
@@ -81,6 +83,16 @@ def test_only_what_got_no_answer_is_sent_again_from_the_same_slot(store: Scripte
     send(delivery, items(1, "a") + items(1, "b"))
     assert [command[5] for command in store.asked[1]] == ["b"]
     assert store.slots(1) == store.slots(0)[1:]
+
+
+@pytest.mark.parametrize(("within_s", "first_s"), [(20.0, 10.0), (0.8, 0.8)])
+def test_a_try_waits_for_half_of_the_time_and_for_all_that_is_left_of_little(
+    store: Scripted, delivery: Delivery, within_s: float, first_s: float
+) -> None:
+    store.script = [Unanswered([])]
+    send(delivery, items(1), within_s=within_s)
+    assert store.left_s[0] == pytest.approx(first_s, abs=0.3)
+    assert store.left_s[1] < within_s
 
 
 def test_the_slot_of_what_got_no_answer_is_used_by_nothing_else(store: Scripted, delivery: Delivery) -> None:

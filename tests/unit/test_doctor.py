@@ -18,7 +18,8 @@ import redis
 from rich.console import Console
 
 from asyncworker import doctor, embedded
-from asyncworker.doctor import Check, State, examine, would_run
+from asyncworker.broker_checks import Check, State, broker_checks, clock
+from asyncworker.doctor import examine, would_run
 from asyncworker.settings import Settings, load
 from asyncworker.urls import SecretUrl
 
@@ -274,7 +275,7 @@ def test_without_a_broker_url_the_embedded_server_is_checked_and_not_started(tmp
     if embedded.binary() is None:
         pytest.skip("no Valkey or Redis server on this machine")
     folder = tmp_path / "state"
-    check = one(doctor._broker(settings(state_dir=folder)), "broker")
+    check = one(broker_checks(settings(state_dir=folder)), "broker")
     assert check.state is State.ok
     assert "started with the first message" in check.detail
     assert not folder.exists()
@@ -283,27 +284,34 @@ def test_without_a_broker_url_the_embedded_server_is_checked_and_not_started(tmp
 def test_a_state_directory_that_cannot_be_one_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "binary", lambda: Path("/usr/bin/valkey-server"))
     (tmp_path / "file").touch()
-    check = one(doctor._broker(settings(state_dir=tmp_path / "file" / "state")), "broker")
+    check = one(broker_checks(settings(state_dir=tmp_path / "file" / "state")), "broker")
     assert check.state is State.failed
     assert "ASYNCWORKER_STATE_DIR" in (check.remedy or "")
 
 
 def test_no_broker_url_and_no_server_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "binary", lambda: None)
-    check = one(doctor._broker(settings()), "broker")
+    check = one(broker_checks(settings()), "broker")
     assert check.state is State.failed
     assert "ASYNCWORKER_BROKER_URL" in (check.remedy or "")
 
 
 def test_a_broker_that_answers_is_fine_and_so_is_its_clock(server: redis.Redis) -> None:
-    checks = list(doctor._broker(settings(broker_url=url_of(server))))
-    assert [(check.name, check.state) for check in checks] == [("broker", State.ok), ("clock", State.ok)]
+    server.config_set("appendonly", "yes")
+    checks = list(broker_checks(settings(broker_url=url_of(server))))
+    assert [(check.name, check.state) for check in checks] == [
+        ("broker", State.ok),
+        ("persistence", State.ok),
+        ("clock", State.ok),
+    ]
     assert "Valkey" in checks[0].detail or "Redis" in checks[0].detail
 
 
 def test_a_broker_that_evicts_keys_is_a_warning(server: redis.Redis) -> None:
     server.config_set("maxmemory-policy", "allkeys-lru")
-    check = one(doctor._broker(settings(broker_url=url_of(server))), "broker")
+    assert one(broker_checks(settings(broker_url=url_of(server))), "broker").state is State.ok, "nothing is evicted yet"
+    server.config_set("maxmemory", "100mb")
+    check = one(broker_checks(settings(broker_url=url_of(server))), "broker")
     assert check.state is State.warning
     assert "allkeys-lru" in check.detail
     assert "noeviction" in (check.remedy or "")
@@ -311,7 +319,7 @@ def test_a_broker_that_evicts_keys_is_a_warning(server: redis.Redis) -> None:
 
 def test_a_broker_that_refuses_the_password_is_a_failure_that_does_not_show_it(server: redis.Redis) -> None:
     server.config_set("requirepass", "right")
-    check = one(doctor._broker(settings(broker_url=url_of(server, "hunter2"))), "broker")
+    check = one(broker_checks(settings(broker_url=url_of(server, "hunter2"))), "broker")
     assert check.state is State.failed
     assert "hunter2" not in f"{check.detail} {check.remedy}"
 
@@ -319,17 +327,17 @@ def test_a_broker_that_refuses_the_password_is_a_failure_that_does_not_show_it(s
 def test_a_broker_that_is_away_is_a_failure_that_masks_its_url() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    check = one(doctor._broker(settings(broker_url=f"redis://u:hunter2@127.0.0.1:{port}/0")), "broker")
+    check = one(broker_checks(settings(broker_url=f"redis://u:hunter2@127.0.0.1:{port}/0")), "broker")
     assert check.state is State.failed
     assert f"redis://u:***@127.0.0.1:{port}/0" in check.detail
     assert "hunter2" not in check.detail
 
 
 def test_a_broker_that_accepts_and_never_answers_is_a_failure_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "BROKER_TIMEOUT_MS", 200)
+    monkeypatch.setattr("asyncworker.broker_checks.BROKER_TIMEOUT_MS", 200)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"redis://127.0.0.1:{listener.getsockname()[1]}/0"
-        check = one(doctor._broker(settings(broker_url=url)), "broker")
+        check = one(broker_checks(settings(broker_url=url)), "broker")
     assert check.state is State.failed
     assert "imeout" in check.detail
 
@@ -352,7 +360,7 @@ class Clock(redis.Redis):
     [(0.0, State.ok, "agrees"), (5.0, State.warning, "5.0 s behind"), (-5.0, State.warning, "5.0 s ahead")],
 )
 def test_a_clock_that_differs_from_the_brokers_is_a_warning(off_by_s: float, state: State, word: str) -> None:
-    check = doctor._clock(Clock(off_by_s))
+    check = clock(Clock(off_by_s))
     assert check.state is state
     assert word in check.detail
 

@@ -19,19 +19,19 @@ PACKAGE = Path(asyncworker.__file__).parent
 #: Each line may import from itself and from the lines above it.
 LAYERS = """
 errors
-identity urls settings shielding
+identity urls stores settings shielding
 ledger guard visitor
 private_hosts
 processes scratch
 engines.capabilities engines.importing engines.profile engines.lifeline engines.storage_state engines.invisible_client
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
 generation launching contexts browser watch loop runtime
-embedded connecting patience settling alarm heartbeat accounting middleware retries
+state_dirs embedded vetting connecting patience settling alarm heartbeat accounting middleware retries fitness
 prefetch consumer exchange delivery result_watch results producing redis_broker
 speaking rabbitmq_consumer rabbitmq broker actor
 asyncworker
 deployment actors
-commands installing doctor sending queues dead_letters identities demo demo.site demo.run
+broker_checks commands installing doctor sending queues dead_letters identities demo demo.site demo.run
 terminal cli_dead_letters cli_queues cli __main__
 fakes testing pytest_plugin
 """
