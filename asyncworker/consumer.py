@@ -59,6 +59,8 @@ class WorkerConsumer(_RedisConsumer):
         #: What this worker holds of the queue, by id in the store; it outlives the consumer, which ends with each
         #: failure of the store.
         self._held: set[str] = self.broker.held(self.queue_name)
+        #: Of these, what is done and what the store does not let go of: it takes no room, and is not run again here.
+        self._stranded: set[str] = self.broker.stranded(self.queue_name)
         #: Fetched and not handed out yet: (id, body).
         self._fetched: deque[tuple[str, bytes | None]] = deque()
 
@@ -76,7 +78,11 @@ class WorkerConsumer(_RedisConsumer):
         def taken(was_ours: bool | None) -> None:
             self._settled(message, identifier, was_ours)
 
-        self.broker.settling.put(Done(self.queue_name, identifier, rejected, taken))
+        def refused() -> None:
+            self._stranded.add(identifier)
+            self._freed.set()
+
+        self.broker.settling.put(Done(self.queue_name, identifier, rejected, taken, refused))
         if self._prefetch.done(identifier):
             self._freed.set()
 
@@ -156,7 +162,7 @@ class WorkerConsumer(_RedisConsumer):
             self._give_back_fetched()
 
     def _room(self) -> int:
-        room: int = self._prefetch.most - len(self._held)
+        room: int = self._prefetch.most - len(self._held) + len(self._stranded)
         return room
 
     def _read(self, identifier: str, body: bytes | None) -> MessageProxy | None:

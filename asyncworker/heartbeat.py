@@ -60,7 +60,7 @@ class Heartbeat(Middleware):
 
     def _run(self, broker: Any, worker: Worker) -> None:
         client, away = hasty(broker), False
-        while not self._stop.wait(every_s(broker)):
+        while not self._stop.wait(every_s(broker.heartbeat_timeout)):
             try:
                 for queue_name in consumed_queues(broker, worker):
                     if recovered := broker.recover(queue_name, client):
@@ -76,9 +76,9 @@ class Heartbeat(Middleware):
         client.close()
 
 
-def every_s(broker: Any) -> float:
-    timeout_s: float = broker.heartbeat_timeout / 1000
-    return min(EVERY_S, timeout_s / TIMES)
+def every_s(timeout_ms: float) -> float:
+    """How often a worker says that it lives, for a heartbeat timeout."""
+    return min(EVERY_S, timeout_ms / 1000 / TIMES)
 
 
 def hasty(broker: Any) -> redis.Redis:

@@ -42,7 +42,15 @@ PASSING = ("OOM", "used memory", "LOADING", "READONLY", "BUSY", "MASTERDOWN", "M
 PASSING_TYPES = (OutOfMemoryError, ReadOnlyError, ClusterDownError, MasterDownError, TryAgainError, BusyLoadingError)
 
 #: What it says to whom it does not let in, or not let do this, and what redis-py makes of it.
-LOCKED_OUT = ("NOAUTH", "WRONGPASS", "NOPERM", "invalid password", "invalid username-password")
+LOCKED_OUT = (
+    "NOAUTH",
+    "WRONGPASS",
+    "NOPERM",
+    "invalid password",
+    "invalid username-password",
+    "The user executing the script",
+    "ACL failure in script",
+)
 LOCKED_OUT_TYPES = (
     AuthenticationError,
     AuthenticationWrongNumberOfArgsError,

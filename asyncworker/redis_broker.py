@@ -69,6 +69,7 @@ class WorkerBroker(ProducerBroker, RedisBroker):
             self.exchange, namespace=self.namespace, who=self.broker_id, script=_SCRIPT, sha=self._script.sha
         )
         self._held: defaultdict[str, set[str]] = defaultdict(set)
+        self._stranded: defaultdict[str, set[str]] = defaultdict(set)
         self.settling = Settling(self._settle)
         self.alarm = Alarm(self._ring)
         #: True when this process's worker takes no more messages.
@@ -81,6 +82,10 @@ class WorkerBroker(ProducerBroker, RedisBroker):
     def held(self, queue_name: str) -> set[str]:
         """The ids of what this process's worker holds of a queue."""
         return self._held[queue_name]
+
+    def stranded(self, queue_name: str) -> set[str]:
+        """The ids of those that it is done with and that the store has refused to settle for good."""
+        return self._stranded[queue_name]
 
     def wake_key(self, queue_name: str) -> str:
         """The list by which an idle consumer of a queue is woken."""

@@ -42,12 +42,14 @@ class Done:
         identifier: The message's in the store.
         taken: Called when the store has it: True when the message was this worker's, False when another has it or
             has dealt with it, None when that is not known.
+        refused: Called when the store will never have it.
     """
 
     queue_name: str
     identifier: str
     rejected: bool
     taken: Callable[[bool | None], None]
+    refused: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ class Settling:
                 ", ".join(identifiers) or "none",
             )
             for one in done:
-                one.taken(None)
+                one.refused()
             return
         self._keep(settled.refused)
         for one, was_ours in zip(done, settled.were_ours, strict=True):

@@ -53,7 +53,8 @@ class Message:
 
     def __init__(self, identifier: str, *, queue: str = "default", rejected: bool = False) -> None:
         self.taken: list[bool | None] = []
-        self.done = Done(queue, identifier, rejected, self.taken.append)
+        self.refused: list[bool] = []
+        self.done = Done(queue, identifier, rejected, self.taken.append, lambda: self.refused.append(True))
 
 
 def test_what_is_done_while_the_store_is_told_of_the_last_goes_with_the_next(store: Store, desk: Settling) -> None:
@@ -114,10 +115,10 @@ def test_what_a_store_refuses_for_good_is_said_and_the_next_is_settled(
     store.answers = [error]
     first, second = Message("first"), Message("second")
     desk.put(first.done)
-    wait_until(lambda: first.taken, "it was given up")
+    wait_until(lambda: first.refused, "it was given up")
     desk.put(second.done)
     wait_until(lambda: second.taken, "it was taken")
-    assert (first.taken, second.taken) == ([None], [True])
+    assert (first.taken, second.taken, second.refused) == ([], [True], [])
     assert "refuses to settle messages of the queue 'default'" in caplog.text
     assert "first" in caplog.text
 
