@@ -10,8 +10,8 @@ A map, top to bottom; each file may import what stands above it in its group or 
     generation, launching, contexts, browser    one browser; how it and its contexts begin and end; their owner
     watch, loop, runtime                        one attempt on it
     embedded, connecting, patience              the edges: a store to begin with, and waiting for it
-    heartbeat, alarm                            who lives; what is due
-    accounting, settling                        a row and a log line for each attempt; what is done is told together
+    settling, heartbeat, alarm                  what is done is told together; who lives; what is due
+    accounting                                  a row and a log line for each attempt
     middleware, retries, prefetch, consumer     what fires when, and what takes messages off a queue
     exchange, delivery                          how a producer asks the store, and has it take messages
     result_watch, results, producing            where results lie, how a loop waits for them, and how it sends

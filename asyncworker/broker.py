@@ -76,11 +76,11 @@ def make_broker(settings: Settings) -> WorkerBroker:
         heartbeat_timeout_ms=settings.heartbeat_timeout_ms,
         send_timeout_ms=settings.send_timeout_ms,
     )
-    broker.add_middleware(Heartbeat())
+    broker.add_middleware(Heartbeat(stop_timeout_ms=settings.stop_timeout_ms))
     for middleware in middleware_in_order(
         settings,
         ledger=RedisLedger(client, behind=broker.settling.put),
-        results=PatientResults(client=client),
+        results=PatientResults(client=client, patience=broker.patience),
         draw_seed=lambda: _stored_seed(broker),
     ):
         broker.add_middleware(middleware)

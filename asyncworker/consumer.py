@@ -74,6 +74,14 @@ class WorkerConsumer(_RedisConsumer):
 
     def _settle(self, message: MessageProxy, *, rejected: bool) -> None:
         identifier = message.options["redis_message_id"]
+        if self.broker.patience.gave_up():
+            logger.error(
+                "message %s (%s) was done, but not what follows it: the store was away when this worker had to stop, "
+                "so it is run again",
+                message.message_id,
+                message.actor_name,
+            )
+            return
 
         def taken(was_ours: bool | None) -> None:
             self._settled(message, identifier, was_ours)
@@ -82,7 +90,7 @@ class WorkerConsumer(_RedisConsumer):
             self._stranded.add(identifier)
             self._freed.set()
 
-        self.broker.settling.put(Done(self.queue_name, identifier, rejected, taken, refused))
+        self.broker.settling.put(Done(self.queue_name, identifier, message.message_id, rejected, taken, refused))
         if self._prefetch.done(identifier):
             self._freed.set()
 
@@ -168,7 +176,11 @@ class WorkerConsumer(_RedisConsumer):
     def _read(self, identifier: str, body: bytes | None) -> MessageProxy | None:
         """The message in `body`; None when it is none: it is in the dead letters then."""
         if body is None:  # its id was in the queue, its body is gone: flushed meanwhile
-            patiently(lambda: self.broker.do_ack(self.queue_name, identifier), "forget a flushed message")
+            patiently(
+                lambda: self.broker.do_ack(self.queue_name, identifier),
+                "forget a flushed message",
+                self.broker.patience,
+            )
             self._held.discard(identifier)
             return None
         try:
@@ -190,7 +202,7 @@ class WorkerConsumer(_RedisConsumer):
             identifier,
             body,
         )
-        patiently(lambda: self.broker.do_nack(self.queue_name, identifier), "reject a body")
+        patiently(lambda: self.broker.do_nack(self.queue_name, identifier), "reject a body", self.broker.patience)
 
     def _settled(self, message: MessageProxy, identifier: str, was_ours: bool | None) -> None:
         self._held.discard(identifier)

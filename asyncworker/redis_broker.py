@@ -21,7 +21,7 @@ from asyncworker.delivery import Delivery, Item, Shipment, Undelivered
 from asyncworker.errors import BrokerUnavailable, ConfigurationError
 from asyncworker.exchange import Exchange, NotSent, Unanswered
 from asyncworker.ledger import KEPT_MS, ClosedRow, text
-from asyncworker.patience import patiently
+from asyncworker.patience import Patience, patiently
 from asyncworker.producing import ProducerBroker, ToSend
 from asyncworker.settling import Settled, Settling
 
@@ -70,6 +70,7 @@ class WorkerBroker(ProducerBroker, RedisBroker):
         )
         self._held: defaultdict[str, set[str]] = defaultdict(set)
         self._stranded: defaultdict[str, set[str]] = defaultdict(set)
+        self.patience = Patience()
         self.settling = Settling(self._settle)
         self.alarm = Alarm(self._ring)
         #: True when this process's worker takes no more messages.
@@ -225,6 +226,9 @@ class WorkerBroker(ProducerBroker, RedisBroker):
         except Undelivered as error:
             taken = error.taken
             raise self._unavailable(error, given, messages) from error.__cause__
+        except BaseException:  # a worker that gave up, since it has to stop
+            taken = set()
+            raise
         finally:
             self._delivery.done(shipment)
             for place in sorted(taken):
@@ -243,7 +247,7 @@ class WorkerBroker(ProducerBroker, RedisBroker):
             except Undelivered as error:
                 raise (error.__cause__ or error) from None
 
-        patiently(deliver, "enqueue what follows an attempt")
+        patiently(deliver, "enqueue what follows an attempt", self.patience)
 
     def _unavailable(
         self, error: Undelivered, given: list[ToSend], messages: list[Message[Any]]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
+from collections.abc import Callable
 
 import pytest
 import redis
 from dramatiq import ConnectionClosed
 from redis._parsers.base import BaseParser
 
-from asyncworker import patience
+from asyncworker import patience as module
 from asyncworker.errors import BrokerUnavailable
-from asyncworker.patience import locked_out, passes, patiently, remedy
+from asyncworker.patience import Patience, locked_out, passes, patiently, remedy
 
 #: What servers say, as redis-py raises it when it is the answer to a command.
 WILL_PASS = [
@@ -87,7 +90,7 @@ def test_a_connection_that_is_lost_is_made_again(error: redis.RedisError) -> Non
 def test_a_worker_waits_for_a_store_that_is_full_and_for_one_that_locks_it_out_and_says_the_second_loudly(
     answer: str, level: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(patience, "PAUSES_MS", (1, 2))
+    monkeypatch.setattr(module, "PAUSES_MS", (1, 2))
     answers = [said(answer)] * 3
 
     def work() -> str:
@@ -98,3 +101,45 @@ def test_a_worker_waits_for_a_store_that_is_full_and_for_one_that_locks_it_out_a
     assert patiently(work, "store a result") == "taken"
     assert [record.levelno for record in caplog.records] == [level] * 3
     assert ("ASYNCWORKER_BROKER_URL" in caplog.text) == (level == logging.ERROR)
+
+
+def test_a_worker_that_has_to_stop_gives_up_in_time_and_its_thread_knows(caplog: pytest.LogCaptureFixture) -> None:
+    patience, tries = Patience(), []
+
+    def work() -> None:
+        tries.append(1)
+        if len(tries) == 2:
+            patience.end_in(0)
+        raise redis.ConnectionError("away")
+
+    with pytest.raises(redis.ConnectionError, match="away"):
+        patiently(work, "store a result", patience)
+    assert (len(tries), caplog.text.count("this worker has to stop")) == (2, 1)
+    assert patience.gave_up()
+    assert not patience.gave_up(), "it is asked once"
+    patience.renew()
+    assert patience.left_s == float("inf")
+
+
+def test_who_waits_for_a_store_is_woken_when_the_worker_has_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PAUSES_MS", (60_000, 60_000))
+    patience, waits = Patience(), threading.Event()
+
+    def work() -> None:
+        waits.set()
+        raise redis.ConnectionError("away")
+
+    ended = []
+    thread = threading.Thread(target=lambda: ended.append(_gives_up(patience, work)), daemon=True)
+    thread.start()
+    assert waits.wait(10)
+    patience.end_in(0)
+    thread.join(10)
+    assert ended == [True]
+    assert not patience.gave_up(), "another thread has"
+
+
+def _gives_up(patience: Patience, work: Callable[[], None]) -> bool:
+    with contextlib.suppress(redis.ConnectionError):
+        patiently(work, "store a result", patience)
+    return patience.gave_up()

@@ -54,7 +54,9 @@ class Message:
     def __init__(self, identifier: str, *, queue: str = "default", rejected: bool = False) -> None:
         self.taken: list[bool | None] = []
         self.refused: list[bool] = []
-        self.done = Done(queue, identifier, rejected, self.taken.append, lambda: self.refused.append(True))
+        self.done = Done(
+            queue, identifier, f"message {identifier}", rejected, self.taken.append, lambda: self.refused.append(True)
+        )
 
 
 def test_what_is_done_while_the_store_is_told_of_the_last_goes_with_the_next(store: Store, desk: Settling) -> None:
@@ -171,7 +173,7 @@ def test_a_worker_that_stops_waits_for_the_store_but_not_for_ever(
     desk.put(message.done)
     wait_until(lambda: store.told, "the store is told")
     assert not desk.stop(0.05)
-    assert "that is run again" in caplog.text
+    assert "these messages are run again: message 1" in caplog.text
     store.is_open.set()
     wait_until(lambda: message.taken == [True], "it was taken after all")
 
