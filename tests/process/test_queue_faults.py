@@ -172,3 +172,21 @@ def test_what_is_done_and_cannot_be_settled_is_not_run_again_by_its_worker_and_t
     wait_until(lambda: store.fetched(worker) == {identifier(first)}, "the second was taken")
     assert next(consumer) is None
     assert (store.waiting(), store.fetched(worker)) == ([], {identifier(first)})
+
+
+def test_what_was_done_by_a_thread_that_gave_up_what_follows_it_is_not_acknowledged_when_the_store_is_back(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer, worker = store.ours(), store.ours()
+    first, second = [producer.enqueue(message(number)) for number in range(2)]
+    consumer = consumer_of(worker)
+    received = [take(consumer) for _ in range(2)]
+    worker.patience.end_in(0)
+    assert not worker.patience.pause(1), "its result, say, was not taken"
+    for each in received:
+        consumer.ack(each)
+    wait_until(lambda: store.fetched(worker) == {identifier(first)}, "the second was taken")
+    assert f"message {first.message_id} (do) was done, but not what follows it" in caplog.text
+    worker.leave()
+    assert store.ours().recover(QUEUE) == 1
+    assert store.waiting() == [identifier(first)]
