@@ -24,8 +24,8 @@ from tests.workers import READY, Deployment, Running
 
 WORKER = ("-p", "1", "-t", "4", "-Q", "noted")
 
-#: The shortest that may be set: each outage here is longer, but where another is said.
-HEARTBEAT_MS = 1_000
+#: Each outage here is longer, but where another is said; a busy machine may hold a worker up for a second.
+HEARTBEAT_MS = 2_500
 
 #: What the store's append-only file may lack after a crash.
 LAST_SECOND_S = 1.0
@@ -142,7 +142,7 @@ def _in_last_second(at: float, killed_at: list[float]) -> bool:
 
 @pytest.mark.parametrize(
     ("how", "away_s", "heartbeat_ms"),
-    [("is gone", 3, HEARTBEAT_MS), ("is gone", 30, 15_000), ("hangs", 12, HEARTBEAT_MS)],
+    [("is gone", 4, HEARTBEAT_MS), ("is gone", 30, 15_000), ("hangs", 12, HEARTBEAT_MS)],
 )
 def test_a_store_that_is_away_costs_no_message_doubles_none_and_restarts_no_one(
     server: Server, state_dir: Path, how: str, away_s: float, heartbeat_ms: int
@@ -171,11 +171,10 @@ def test_a_store_that_is_away_costs_no_message_doubles_none_and_restarts_no_one(
         noted.send(9)
         noted.wait_for(9)
         noted.wait_for_nothing_left()
-        unclear = noted.times.pop(100, [])
-        assert len(unclear) <= (1 if how == "hangs" else 0)
-        ran = {number: len(at) for number, at in noted.times.items() if number != 100}
-        assert ran == dict.fromkeys(range(10), 1)
         assert "messages of dead workers" not in worker.log
+        ran = {number: len(at) for number, at in noted.times.items()}
+        assert ran.pop(100, 0) <= (1 if how == "hangs" else 0), "what may have been sent"
+        assert ran == dict.fromkeys(range(10), 1)
 
 
 def _held(noted: Noted) -> int:
@@ -209,7 +208,7 @@ def test_a_store_that_takes_no_writes_is_waited_for_and_its_producers_are_told(s
             assert caught.value.sent is False
             noted.wait_for(0, 1)
             worker.wait_for_log("could not settle what is done")
-            wait_until(lambda: time.monotonic() - began > 2 * HEARTBEAT_MS / 1000, "longer than the timeout")
+            wait_until(lambda: time.monotonic() - began > 1.2 * HEARTBEAT_MS / 1000, "longer than the timeout")
         noted.send(3)
         noted.once_each(4)
 
@@ -218,7 +217,7 @@ def test_a_store_that_is_loading_is_waited_for_and_its_producers_are_told(server
     noted = Noted(state_dir, server.url, send_timeout_ms=2_000)
     with working(noted) as worker:
         with server.client() as client, client.pipeline(transaction=False) as pipe:
-            for number in range(15_000):
+            for number in range(16_000):
                 pipe.set(f"much:{number}", number)
             pipe.execute()
         noted.send(0, ms=1_000)

@@ -178,7 +178,7 @@ def test_what_was_done_by_a_thread_that_gave_up_what_follows_it_is_not_acknowled
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     producer, worker = store.ours(), store.ours()
-    first, second = [producer.enqueue(message(number)) for number in range(2)]
+    first, _ = [producer.enqueue(message(number)) for number in range(2)]
     consumer = consumer_of(worker)
     received = [take(consumer) for _ in range(2)]
     worker.patience.end_in(0)
