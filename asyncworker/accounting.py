@@ -251,7 +251,7 @@ def keep_in_dead_letter(broker: Broker, message: MessageProxy) -> None:
             stored.kwargs["seed"] = seed
         broker.do_rewrite(message.queue_name, identifier, stored.encode())
 
-    patiently(keep, "write into a dead letter what became of it")
+    patiently(keep, "write into a dead letter what became of it", getattr(broker, "patience", None))
 
 
 def _found_out(message: MessageProxy) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def make_redis_broker(settings: Settings) -> WorkerBroker:
         send_timeout_ms=settings.send_timeout_ms,
     )
     broker.add_middleware(Fitness())  # before anything begins
-    broker.add_middleware(Heartbeat())
+    broker.add_middleware(Heartbeat(stop_timeout_ms=settings.stop_timeout_ms))
     if settings.store_url is not None:
         _add_middleware_with_store(broker, settings, settings.store_url)
         return broker
@@ -100,7 +100,7 @@ def make_redis_broker(settings: Settings) -> WorkerBroker:
         settings,
         # Rows travel with the acknowledgements, which go to the same store.
         ledger=RedisLedger(client, behind=broker.settling.put),
-        results=PatientResults(client=client),
+        results=PatientResults(client=client, patience=broker.patience),
         draw_seed=lambda: _stored_seed(broker, broker.exchange, broker.where),
     ):
         broker.add_middleware(middleware)
@@ -136,7 +136,8 @@ def _add_middleware_with_store(broker: ProducerBroker, settings: Settings, url: 
         with contextlib.closing(Exchange(client.connection_pool)) as exchange:
             return _stored_seed(broker, exchange, str(url))
 
-    ledger, results = RedisLedger(client), PatientResults(client=client)
+    patience = broker.patience if isinstance(broker, WorkerBroker) else None
+    ledger, results = RedisLedger(client), PatientResults(client=client, patience=patience)
     for middleware in middleware_in_order(settings, ledger=ledger, results=results, draw_seed=draw_seed):
         broker.add_middleware(middleware)
 

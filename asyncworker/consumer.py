@@ -59,6 +59,8 @@ class WorkerConsumer(_RedisConsumer):
         #: What this worker holds of the queue, by id in the store; it outlives the consumer, which ends with each
         #: failure of the store.
         self._held: set[str] = self.broker.held(self.queue_name)
+        #: Of these, what is done and what the store does not let go of: it takes no room, and is not run again here.
+        self._stranded: set[str] = self.broker.stranded(self.queue_name)
         #: Fetched and not handed out yet: (id, body).
         self._fetched: deque[tuple[str, bytes | None]] = deque()
 
@@ -72,11 +74,23 @@ class WorkerConsumer(_RedisConsumer):
 
     def _settle(self, message: MessageProxy, *, rejected: bool) -> None:
         identifier = message.options["redis_message_id"]
+        if self.broker.patience.gave_up():
+            logger.error(
+                "message %s (%s) was done, but not what follows it: the store was away when this worker had to stop, "
+                "so it is run again",
+                message.message_id,
+                message.actor_name,
+            )
+            return
 
         def taken(was_ours: bool | None) -> None:
             self._settled(message, identifier, was_ours)
 
-        self.broker.settling.put(Done(self.queue_name, identifier, rejected, taken))
+        def refused() -> None:
+            self._stranded.add(identifier)
+            self._freed.set()
+
+        self.broker.settling.put(Done(self.queue_name, identifier, message.message_id, rejected, taken, refused))
         if self._prefetch.done(identifier):
             self._freed.set()
 
@@ -156,13 +170,17 @@ class WorkerConsumer(_RedisConsumer):
             self._give_back_fetched()
 
     def _room(self) -> int:
-        room: int = self._prefetch.most - len(self._held)
+        room: int = self._prefetch.most - len(self._held) + len(self._stranded)
         return room
 
     def _read(self, identifier: str, body: bytes | None) -> MessageProxy | None:
         """The message in `body`; None when it is none: it is in the dead letters then."""
         if body is None:  # its id was in the queue, its body is gone: flushed meanwhile
-            patiently(lambda: self.broker.do_ack(self.queue_name, identifier), "forget a flushed message")
+            patiently(
+                lambda: self.broker.do_ack(self.queue_name, identifier),
+                "forget a flushed message",
+                self.broker.patience,
+            )
             self._held.discard(identifier)
             return None
         try:
@@ -184,7 +202,7 @@ class WorkerConsumer(_RedisConsumer):
             identifier,
             body,
         )
-        patiently(lambda: self.broker.do_nack(self.queue_name, identifier), "reject a body")
+        patiently(lambda: self.broker.do_nack(self.queue_name, identifier), "reject a body", self.broker.patience)
 
     def _settled(self, message: MessageProxy, identifier: str, was_ours: bool | None) -> None:
         self._held.discard(identifier)

@@ -16,6 +16,7 @@ from redis.retry import Retry
 
 from asyncworker.errors import BrokerUnavailable
 from asyncworker.patience import locked_out, remedy
+from asyncworker.settling import STOP_S
 
 logger = logging.getLogger("asyncworker.broker")
 
@@ -27,16 +28,25 @@ TIMES = 6
 #: then a new one, and was heard of, in time.
 PATIENCE = 1 / 4
 
+#: What is done is told to a store that answers also when the attempts took all the time for stopping.
+LEAST_S = 1.0
+
 
 class Heartbeat(Middleware):
-    """A thread of each worker process, beside its consumers: these say nothing while their worker is busy."""
+    """A thread of each worker process, beside its consumers: these say nothing while their worker is busy.
 
-    def __init__(self) -> None:
+    Parameters:
+        stop_timeout_ms: How long a worker that has to stop waits for a store that is away.
+    """
+
+    def __init__(self, *, stop_timeout_ms: int = 30_000) -> None:
+        self._stop_timeout_s = stop_timeout_ms / 1000
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def before_worker_boot(self, broker: Any, worker: Worker) -> None:
         broker.is_stopping = False
+        broker.patience.renew()
         self._stop.clear()
         self._thread = threading.Thread(
             target=self._run, args=(broker, worker), name="asyncworker-heartbeat", daemon=True
@@ -45,10 +55,11 @@ class Heartbeat(Middleware):
 
     def before_worker_shutdown(self, broker: Any, worker: Worker) -> None:
         broker.is_stopping = True
+        broker.patience.end_in(self._stop_timeout_s)
 
     def after_worker_shutdown(self, broker: Any, worker: Worker) -> None:
         broker.alarm.stop()
-        broker.settling.stop()
+        broker.settling.stop(max(LEAST_S, min(STOP_S, broker.patience.left_s)))
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=2 * EVERY_S)
@@ -60,7 +71,7 @@ class Heartbeat(Middleware):
 
     def _run(self, broker: Any, worker: Worker) -> None:
         client, away = hasty(broker), False
-        while not self._stop.wait(every_s(broker)):
+        while not self._stop.wait(every_s(broker.heartbeat_timeout)):
             try:
                 for queue_name in consumed_queues(broker, worker):
                     if recovered := broker.recover(queue_name, client):
@@ -76,9 +87,9 @@ class Heartbeat(Middleware):
         client.close()
 
 
-def every_s(broker: Any) -> float:
-    timeout_s: float = broker.heartbeat_timeout / 1000
-    return min(EVERY_S, timeout_s / TIMES)
+def every_s(timeout_ms: float) -> float:
+    """How often a worker says that it lives, for a heartbeat timeout."""
+    return min(EVERY_S, timeout_ms / 1000 / TIMES)
 
 
 def hasty(broker: Any) -> redis.Redis:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -43,7 +44,15 @@ PASSING = ("OOM", "used memory", "LOADING", "READONLY", "BUSY", "MASTERDOWN", "M
 PASSING_TYPES = (OutOfMemoryError, ReadOnlyError, ClusterDownError, MasterDownError, TryAgainError, BusyLoadingError)
 
 #: What it says to whom it does not let in, or not let do this, and what redis-py makes of it.
-LOCKED_OUT = ("NOAUTH", "WRONGPASS", "NOPERM", "invalid password", "invalid username-password")
+LOCKED_OUT = (
+    "NOAUTH",
+    "WRONGPASS",
+    "NOPERM",
+    "invalid password",
+    "invalid username-password",
+    "The user executing the script",
+    "ACL failure in script",
+)
 LOCKED_OUT_TYPES = (
     AuthenticationError,
     AuthenticationWrongNumberOfArgsError,
@@ -52,8 +61,53 @@ LOCKED_OUT_TYPES = (
 )
 
 
-def patiently(work: Callable[[], T], what: str) -> T:
+class Patience:
+    """How long the threads of a worker process wait for a store that is away: for ever, until it has to stop."""
+
+    def __init__(self) -> None:
+        self._ending = threading.Event()
+        self._ends_at = float("inf")
+        self._thread = threading.local()
+
+    def end_in(self, timeout_s: float) -> None:
+        """Let who waits give up in so many seconds."""
+        self._ends_at = time.monotonic() + timeout_s
+        self._ending.set()
+
+    def renew(self) -> None:
+        """Wait for ever again."""
+        self._ends_at = float("inf")
+        self._ending.clear()
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until who waits gives up; infinite while the worker does not stop."""
+        return max(0.0, self._ends_at - time.monotonic())
+
+    def pause(self, pause_s: float) -> bool:
+        """Wait before the next try; False when there is no time for one: this thread has given up."""
+        if not self._ending.is_set():
+            self._ending.wait(pause_s)
+        elif self.left_s > 0:
+            time.sleep(min(pause_s, self.left_s))
+        else:
+            self._thread.gave_up = True
+            return False
+        return True
+
+    def gave_up(self) -> bool:
+        """True when this thread has given up since it was asked last."""
+        gave_up: bool = getattr(self._thread, "gave_up", False)
+        self._thread.gave_up = False
+        return gave_up
+
+
+def patiently(work: Callable[[], T], what: str, patience: Patience | None = None) -> T:
     """Repeat `work` until the store takes it; an error that will not pass is raised.
+
+    Parameters:
+        patience: Of a worker that may have to stop meanwhile: the last error is raised then, and what the thread is at
+            must not be acknowledged. None: for ever.
 
     In a worker thread only: what waits here holds its message, which then neither gets lost nor runs twice. So it also
     waits for a store that has locked this worker out, whose password may have been changed before the worker's, and
@@ -68,8 +122,14 @@ def patiently(work: Callable[[], T], what: str) -> T:
             if not (is_locked_out or passes(error)):
                 raise
             level = logging.ERROR if is_locked_out else logging.WARNING
-            logger.log(level, "could not %s (%s%s); trying again in %d ms", what, error, remedy(error), pause_ms)
-            time.sleep(pause_ms / 1000)
+            if patience is not None and patience.left_s == 0:
+                logger.error("could not %s (%s%s), and this worker has to stop", what, error, remedy(error))
+            else:
+                logger.log(level, "could not %s (%s%s); trying again in %d ms", what, error, remedy(error), pause_ms)
+            if patience is None:
+                time.sleep(pause_ms / 1000)
+            elif not patience.pause(pause_ms / 1000):
+                raise
             pause_ms = min(pause_ms * 2, longest_ms)
 
 

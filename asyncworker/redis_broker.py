@@ -20,7 +20,7 @@ from asyncworker.delivery import Delivery, Item, Shipment, Undelivered
 from asyncworker.errors import BrokerUnavailable, ConfigurationError
 from asyncworker.exchange import Exchange
 from asyncworker.ledger import KEPT_MS, ClosedRow, text
-from asyncworker.patience import PatientAfterAttempts, patiently
+from asyncworker.patience import Patience, PatientAfterAttempts, patiently
 from asyncworker.producing import ProducerBroker, ToSend
 from asyncworker.settling import Settled, Settling
 
@@ -68,6 +68,8 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
             self.exchange, namespace=self.namespace, who=self.broker_id, script=_SCRIPT, sha=self._script.sha
         )
         self._held: defaultdict[str, set[str]] = defaultdict(set)
+        self._stranded: defaultdict[str, set[str]] = defaultdict(set)
+        self.patience = Patience()
         self.settling = Settling(self._settle)
         self.alarm = Alarm(self._ring)
         #: True when this process's worker takes no more messages.
@@ -80,6 +82,10 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
     def held(self, queue_name: str) -> set[str]:
         """The ids of what this process's worker holds of a queue."""
         return self._held[queue_name]
+
+    def stranded(self, queue_name: str) -> set[str]:
+        """The ids of those that it is done with and that the store has refused to settle for good."""
+        return self._stranded[queue_name]
 
     def wake_key(self, queue_name: str) -> str:
         """The list by which an idle consumer of a queue is woken."""
@@ -192,6 +198,9 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         except Undelivered as error:
             taken = error.taken
             raise self._unavailable(error, given, messages) from error.__cause__
+        except BaseException:  # a worker that gave up, since it has to stop
+            taken = set()
+            raise
         finally:
             self._delivery.done(shipment)
             for place in sorted(taken):
@@ -210,7 +219,7 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
             except Undelivered as error:
                 raise (error.__cause__ or error) from None
 
-        patiently(deliver, "enqueue what follows an attempt")
+        patiently(deliver, "enqueue what follows an attempt", self.patience)
 
     def _unavailable(
         self, error: Undelivered, given: list[ToSend], messages: list[Message[Any]]

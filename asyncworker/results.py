@@ -12,7 +12,7 @@ from dramatiq.results.backend import DEFAULT_TIMEOUT
 from dramatiq.results.backends import RedisBackend
 from dramatiq.results.errors import ResultTimeout
 
-from asyncworker.patience import PAUSE_S, passes, patiently
+from asyncworker.patience import PAUSE_S, Patience, passes, patiently
 from asyncworker.result_watch import ResultWatch
 
 R = TypeVar("R")
@@ -26,10 +26,14 @@ class PatientResults(RedisBackend):  # type: ignore[misc]  # Dramatiq leaves its
 
     Waiting for a result asks again in slices shorter than the connection's own time limit, so that a long wait is
     no dead connection; limits below a second are kept too.
+
+    Parameters:
+        patience: Of the worker that stores; None: for ever.
     """
 
-    def __init__(self, *, client: redis.Redis, **options: Any) -> None:
+    def __init__(self, *, client: redis.Redis, patience: Patience | None = None, **options: Any) -> None:
         super().__init__(client=client, **options)
+        self._patience = patience
         self.watch = ResultWatch(client.connection_pool)
 
     def get_result(self, message: Message[Any], *, block: bool = False, timeout: int | None = None) -> Any:
@@ -73,4 +77,4 @@ class PatientResults(RedisBackend):  # type: ignore[misc]  # Dramatiq leaves its
 
     def _store(self, message_key: str, result: Any, ttl: int) -> None:
         store = super()._store
-        patiently(lambda: store(message_key, result, ttl), "store a result")
+        patiently(lambda: store(message_key, result, ttl), "store a result", self._patience)

@@ -40,14 +40,18 @@ class Done:
 
     Attributes:
         identifier: The message's in the store.
+        message_id: Its own.
         taken: Called when the store has it: True when the message was this worker's, False when another has it or
             has dealt with it, None when that is not known.
+        refused: Called when the store will never have it.
     """
 
     queue_name: str
     identifier: str
+    message_id: str
     rejected: bool
     taken: Callable[[bool | None], None]
+    refused: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class Settling:
         self._waiting: SimpleQueue[ClosedRow | Done | None] = SimpleQueue()
         self._refused: deque[ClosedRow] = deque(maxlen=MOST_REFUSED)
         self._is_refusing = False
+        #: What the store is being told of, and is to be told next, by queue and whether it is rejected.
+        self._together: dict[tuple[str, bool], list[Done]] = {}
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -92,7 +98,13 @@ class Settling:
         self._waiting.put(None)
         thread.join(timeout_s)
         if thread.is_alive():
-            logger.error("the store did not take in %d s what this worker has done: that is run again", timeout_s)
+            left = [one for ones in list(self._together.values()) for one in ones]
+            left += [one for one in self._come_together(0.0) if isinstance(one, Done)]
+            logger.error(
+                "the store did not take in %d s what this worker has done; these messages are run again: %s",
+                timeout_s,
+                ", ".join(one.message_id for one in left) or "none",
+            )
         return not thread.is_alive()
 
     def _start(self) -> None:
@@ -105,13 +117,14 @@ class Settling:
         is_last = False
         while not is_last:
             rows, done, is_last = self._next()
-            together: dict[tuple[str, bool], list[Done]] = {}
+            together = self._together = {}
             for one in done:
                 together.setdefault((one.queue_name, one.rejected), []).append(one)
             if rows and not done:
                 together["", False] = []
-            for (queue_name, rejected), ones in together.items():
-                self._tell(queue_name, rejected, ones, rows)
+            for queue_name, rejected in list(together):
+                self._tell(queue_name, rejected, together[queue_name, rejected], rows)
+                del together[queue_name, rejected]
                 rows = []
 
     def _next(self) -> tuple[list[ClosedRow], list[Done], bool]:
@@ -152,7 +165,7 @@ class Settling:
                 ", ".join(identifiers) or "none",
             )
             for one in done:
-                one.taken(None)
+                one.refused()
             return
         self._keep(settled.refused)
         for one, was_ours in zip(done, settled.were_ours, strict=True):

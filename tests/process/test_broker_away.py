@@ -4,71 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
-from asyncworker import embedded
 from asyncworker.errors import BrokerUnavailable
-from asyncworker.settings import child_environment
+from tests.outage import server_in
 from tests.site import BehaviourSite
 from tests.waiting import wait_until
 from tests.workers import Deployment
 
 pytestmark = pytest.mark.needs_browser
-
-
-class Server:
-    """A Valkey of the test's own on a TCP port, which it can stop, start, kill and fill."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        # Held, not listened on: no one else gets the port while the server is away, and the server shares it.
-        self._held = socket.socket()
-        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._held.bind(("127.0.0.1", 0))
-        self.port = self._held.getsockname()[1]
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        options = ["--port", str(self.port), "--dir", str(self.directory), "--appendonly", "yes", "--save", ""]
-        self._process = subprocess.Popen(
-            [str(embedded.binary()), "--bind", "127.0.0.1", *options],
-            env=child_environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        wait_until(self._answers, "the server answers")
-
-    def stop(self, number: int = signal.SIGTERM) -> None:
-        if self._process is not None:
-            self._process.send_signal(number)
-            self._process.wait(10)
-            self._process = None
-
-    def close(self) -> None:
-        self.stop(signal.SIGKILL)
-        self._held.close()
-
-    def _answers(self) -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
-
-
-@contextmanager
-def server_in(directory: Path) -> Iterator[Server]:
-    server = Server(directory)
-    try:
-        yield server
-    finally:
-        server.close()
 
 
 @pytest.fixture

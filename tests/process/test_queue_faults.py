@@ -154,3 +154,39 @@ def test_a_delay_that_is_no_number_is_over_at_once_and_holds_no_other_message_up
     store.ours().enqueue(message("good"))
     consumer = consumer_of(store.ours())
     assert sorted(take(consumer).args[0] for _ in range(2)) == ["a", "good"]
+
+
+def test_what_is_done_and_cannot_be_settled_is_not_run_again_by_its_worker_and_takes_none_of_its_room(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer, worker = store.ours(), store.ours()
+    first, second = [producer.enqueue(message(number)) for number in range(2)]
+    consumer = consumer_of(worker, prefetch=1)
+    store.client.set(f"dramatiq:{QUEUE}.XQ", "not ours")
+    consumer.nack(take(consumer))
+    wait_until(lambda: "refuses to settle" in caplog.text, "it was given up")
+    received = take(consumer)
+    assert received.message_id == second.message_id, "there is room"
+    assert next(consumer) is None, "but no more than there was"
+    consumer.ack(received)
+    wait_until(lambda: store.fetched(worker) == {identifier(first)}, "the second was taken")
+    assert next(consumer) is None
+    assert (store.waiting(), store.fetched(worker)) == ([], {identifier(first)})
+
+
+def test_what_was_done_by_a_thread_that_gave_up_what_follows_it_is_not_acknowledged_when_the_store_is_back(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer, worker = store.ours(), store.ours()
+    first, _ = [producer.enqueue(message(number)) for number in range(2)]
+    consumer = consumer_of(worker)
+    received = [take(consumer) for _ in range(2)]
+    worker.patience.end_in(0)
+    assert not worker.patience.pause(1), "its result, say, was not taken"
+    for each in received:
+        consumer.ack(each)
+    wait_until(lambda: store.fetched(worker) == {identifier(first)}, "the second was taken")
+    assert f"message {first.message_id} (do) was done, but not what follows it" in caplog.text
+    worker.leave()
+    assert store.ours().recover(QUEUE) == 1
+    assert store.waiting() == [identifier(first)]

@@ -53,7 +53,10 @@ class Message:
 
     def __init__(self, identifier: str, *, queue: str = "default", rejected: bool = False) -> None:
         self.taken: list[bool | None] = []
-        self.done = Done(queue, identifier, rejected, self.taken.append)
+        self.refused: list[bool] = []
+        self.done = Done(
+            queue, identifier, f"message {identifier}", rejected, self.taken.append, lambda: self.refused.append(True)
+        )
 
 
 def test_what_is_done_while_the_store_is_told_of_the_last_goes_with_the_next(store: Store, desk: Settling) -> None:
@@ -114,10 +117,10 @@ def test_what_a_store_refuses_for_good_is_said_and_the_next_is_settled(
     store.answers = [error]
     first, second = Message("first"), Message("second")
     desk.put(first.done)
-    wait_until(lambda: first.taken, "it was given up")
+    wait_until(lambda: first.refused, "it was given up")
     desk.put(second.done)
     wait_until(lambda: second.taken, "it was taken")
-    assert (first.taken, second.taken) == ([None], [True])
+    assert (first.taken, second.taken, second.refused) == ([], [True], [])
     assert "refuses to settle messages of the queue 'default'" in caplog.text
     assert "first" in caplog.text
 
@@ -170,7 +173,7 @@ def test_a_worker_that_stops_waits_for_the_store_but_not_for_ever(
     desk.put(message.done)
     wait_until(lambda: store.told, "the store is told")
     assert not desk.stop(0.05)
-    assert "that is run again" in caplog.text
+    assert "these messages are run again: message 1" in caplog.text
     store.is_open.set()
     wait_until(lambda: message.taken == [True], "it was taken after all")
 
