@@ -71,7 +71,7 @@ class Heartbeat(Middleware):
 
     def _run(self, broker: Any, worker: Worker) -> None:
         client, away = hasty(broker), False
-        while not self._stop.wait(every_s(broker.heartbeat_timeout)):
+        while True:  # at once for the first time: who was never heard of is not missed when the store goes away
             try:
                 for queue_name in consumed_queues(broker, worker):
                     if recovered := broker.recover(queue_name, client):
@@ -84,6 +84,8 @@ class Heartbeat(Middleware):
                     level = logging.ERROR if locked_out(error) else logging.WARNING
                     logger.log(level, "the broker (%s) is away: %s%s", broker.where, error, remedy(error))
                 away = True
+            if self._stop.wait(every_s(broker.heartbeat_timeout)):
+                break
         client.close()
 
 
