@@ -2,31 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import dramatiq
-from _stamps import parameters, stamp
-
 from asyncworker import get_broker
 
 get_broker()
 
+from _dramatiq import held, hold, later, note, send  # noqa: E402 -- actors are declared on the broker that is there
 
-@dramatiq.actor
-async def note(number: int) -> None:
-    stamp(number)
-
-
-@dramatiq.actor
-async def held(number: int) -> None:
-    stamp(number)
-    if parameters["holds"]:
-        await asyncio.sleep(3_600)
-
-
-send = note.send
-hold = held.send
-
-
-def later(number: int, delay_ms: int) -> None:
-    note.send_with_options(args=(number,), delay=delay_ms)
+__all__ = ["held", "hold", "later", "note", "send"]

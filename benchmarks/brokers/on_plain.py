@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import dramatiq
-from _stamps import parameters, stamp
+from _stamps import parameters
 from dramatiq.brokers.redis import RedisBroker
 from dramatiq.middleware import AsyncIO
 
@@ -13,22 +11,6 @@ broker = RedisBroker(url=parameters["url"])  # type: ignore[no-untyped-call]
 broker.add_middleware(AsyncIO())
 dramatiq.set_broker(broker)
 
+from _dramatiq import held, hold, later, note, send  # noqa: E402 -- actors are declared on the broker that is there
 
-@dramatiq.actor
-async def note(number: int) -> None:
-    stamp(number)
-
-
-@dramatiq.actor
-async def held(number: int) -> None:
-    stamp(number)
-    if parameters["holds"]:
-        await asyncio.sleep(3_600)
-
-
-send = note.send
-hold = held.send
-
-
-def later(number: int, delay_ms: int) -> None:
-    note.send_with_options(args=(number,), delay=delay_ms)
+__all__ = ["held", "hold", "later", "note", "send"]
