@@ -12,7 +12,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     state_dirs, embedded, vetting               the edges: a store to begin with, and whether it will do
     connecting, patience                        how it is reached, and waited for
     settling, heartbeat, alarm                  what is done is told together; who lives; what is due
-    accounting                                  a row and a log line for each attempt
+    attempt_log, accounting                     a log line and a row for each attempt
     middleware, fitness, retries, prefetch      what fires when, what a worker needs, and how much it takes
     consumer                                    what takes messages off a queue
     exchange, delivery                          how a producer asks the store, and has it take messages

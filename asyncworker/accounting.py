@@ -22,6 +22,7 @@ from dramatiq import Broker, Message, MessageProxy
 from dramatiq.brokers.redis import RedisBroker
 from dramatiq.middleware import Shutdown, TimeLimitExceeded
 
+from asyncworker.attempt_log import AttemptLog
 from asyncworker.errors import BrowserCrashed, ExitDrifted, PageCrashed, RefusedMessage
 from asyncworker.identity import Identity
 from asyncworker.ledger import Ledger, Outcome, Row
@@ -93,6 +94,7 @@ class Accounting:
         self._thread = threading.local()
         self._stopping = threading.Event()
         self._open: dict[tuple[str | None, int], _Running] = {}
+        self._log = AttemptLog()
 
     def start(self) -> None:
         """Look for attempts that run for long, until `stop`."""
@@ -101,9 +103,11 @@ class Accounting:
 
     def stop(self) -> None:
         self._stopping.set()
+        self._log.next_period()
 
     def _look_for_late(self) -> None:
         while not self._stopping.wait(LATE_MS / 1000):
+            self._log.next_period()
             self.record_late(at_ms=now_ms())
 
     def begin(self, message: MessageProxy, row: Row, *, at_once: bool) -> Row:
@@ -180,20 +184,16 @@ class Accounting:
         error = _sentence(exception) if exception is not None else None
         with running.writing:
             running.closed = True
-            row = replace(running.row, closed_ms=at_ms, outcome=outcome, generation=running.generation, error=error)
-        logger.info(
-            "message_id=%s actor=%s attempt=%d seed=%s%s browser=%s outcome=%s ms=%s",
-            row.message_id,
-            row.actor,
-            row.attempt,
-            row.seed,
-            f" identity={row.identity}" if row.identity else "",
-            row.generation,
-            outcome,
-            row.took_ms,
-        )
-        if not running.recorded and not running.failed:
-            row = replace(row, attempt=0)
+            is_open = running.recorded or running.failed
+            row = replace(
+                running.row,
+                attempt=running.row.attempt if is_open else 0,
+                closed_ms=at_ms,
+                outcome=outcome,
+                generation=running.generation,
+                error=error,
+            )
+        self._log.ended(row, running.row.attempt)
         if not running.failed:
             patiently(lambda: self._ledger.close(row), "close the row of an attempt")
         return True

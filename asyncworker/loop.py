@@ -16,11 +16,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import contextvars
 import logging
 import os
 import threading
 import time
-from collections.abc import Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 from dramatiq.middleware import Interrupt, Shutdown
@@ -50,6 +52,8 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._running: set[_Work[Any]] = set()
+        self._entrance: deque[_Work[Any]] = deque()
+        self._is_called = False  # the loop will come to the entrance by itself
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -78,6 +82,8 @@ class LoopThread:
             raise RuntimeError("the loop thread is running already; stop() it first")
         self._pid = os.getpid()
         self._running.clear()
+        self._entrance.clear()
+        self._is_called = False
         self._stopping = asyncio.Event()
         started: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
         # A daemon, so that code that ignores its cancellation cannot keep the process from ending.
@@ -100,9 +106,11 @@ class LoopThread:
         work: _Work[R] | None = None
         try:
             work = _Work(coro, self._foreign_loop(), self._running)
-            work.begin()
+            work.begun = True
+            self._enter(work)
             while not work.wait(INTERRUPT_CHECK_S):
-                pass
+                if work.task is None:  # an interrupt may have kept another thread from calling the loop
+                    work.call_loop(self._let_in)
         except Interrupt:
             if work is not None:
                 self._await_cleanup(work)
@@ -114,6 +122,28 @@ class LoopThread:
             return work.result()
         finally:
             del work  # an exception from there holds this frame, and the frame would hold the exception
+
+    def _enter(self, work: _Work[Any]) -> None:
+        """Have the loop start this; from the waiting thread.
+
+        The loop is called once for all that come before it is there: what wakes it gives the interpreter's lock away,
+        and a thread that wants it back waits in line.
+        """
+        self._entrance.append(work)
+        if self._is_called:
+            return
+        self._is_called = True
+        try:
+            work.call_loop(self._let_in)
+        except RuntimeError:  # the loop has ended meanwhile
+            self._is_called = work.begun = False
+            raise
+
+    def _let_in(self) -> None:
+        """Start what has come; on the loop."""
+        self._is_called = False  # before the look: what comes from here on calls again
+        while self._entrance:
+            self._entrance.popleft().start()
 
     def call(self, coro: Coroutine[Any, Any, R], *, timeout_ms: int) -> R:
         """Run the runtime's own work on the loop from another thread, bounded.
@@ -207,12 +237,33 @@ class LoopThread:
                 continue
 
 
-class _Work(Generic[R]):
-    """One coroutine on the loop, awaited by a thread.
+class _End(Generic[R]):
+    """How the code of a piece of work has ended.
 
-    The thread waits on a bare lock. An Event or a Future waits in Python code, which an interrupt may leave half
-    way: with its own lock held, on which the loop would then block for ever.
+    It knows nothing of the task: that holds a frame which holds this, and what was raised holds the frame.
     """
+
+    def __init__(self) -> None:
+        self.is_there = False
+        self.returned: list[R] = []
+        self.raised: list[BaseException] = []
+        # A bare lock, released at the end. An Event or a Future waits in Python code, which an interrupt may leave
+        # half way: with its own lock held, on which the loop would then block for ever.
+        self._latch = threading.Lock()
+        self._latch.acquire()
+
+    def wait(self, seconds: float) -> None:
+        if not self.is_there:
+            self._latch.acquire(timeout=seconds)
+
+    def come(self) -> None:
+        if not self.is_there:
+            self.is_there = True
+            self._latch.release()
+
+
+class _Work(Generic[R]):
+    """One coroutine on the loop, awaited by a thread."""
 
     def __init__(self, coro: Coroutine[Any, Any, R], loop: asyncio.AbstractEventLoop, running: set[_Work[Any]]) -> None:
         self.begun = False
@@ -222,72 +273,62 @@ class _Work(Generic[R]):
         self._loop = loop
         self._running = running
         self._cancellations = 0
-        self._ended = False
-        self._latch = threading.Lock()
-        self._latch.acquire()  # released when the work has ended
-        self._returned: list[R] = []
-        self._exits: list[BaseException] = []
+        self._context = contextvars.copy_context()  # the waiting thread's; the loop is called by any of them
+        self._end: _End[R] = _End()
 
-    def begin(self) -> None:
-        """Have the loop start it; from the waiting thread."""
-        self.begun = True
-        try:
-            self._loop.call_soon_threadsafe(self._start)
-        except RuntimeError:  # the loop has ended meanwhile
-            self.begun = False
-            raise
+    def call_loop(self, work: Callable[..., None], *args: object) -> None:
+        """Have the loop do this; raises RuntimeError when it has ended."""
+        self._loop.call_soon_threadsafe(work, *args)
 
     def wait(self, seconds: float) -> bool:
         """Wait a while, from the waiting thread; True when it has ended, or its loop has."""
-        if not self._ended:
-            self._latch.acquire(timeout=seconds)
-        if not self._ended and self._loop.is_closed():  # it ended before it came to this
+        self._end.wait(seconds)
+        if not self._end.is_there and self._loop.is_closed():  # it ended before it came to this
             self._coro.close()
-            self._ended = True
-        return self._ended
+            self._end.come()
+        return self._end.is_there
 
     def cancel(self, times: int) -> None:
         """Have it cancelled for the n-th time, from the waiting thread; saying so again changes nothing."""
         with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile, and with it the work
-            self._loop.call_soon_threadsafe(self._cancel, times)
+            self.call_loop(self._cancel, times)
 
     def insist(self) -> None:
         """Cancel it once more, on the loop."""
         self._cancel(self._cancellations + 1)
 
     def _cancel(self, times: int) -> None:
-        if self._ended or times <= self._cancellations:
+        if self._end.is_there or times <= self._cancellations:
             return
         self._cancellations = times
         if self.task is None:
-            self._end(None)
+            self._over(None)
         else:
             self.task.cancel()
 
     def result(self) -> R:
         """What the code returned; what it raised, as it is."""
         try:
-            if self.task is None or not self.task.done() or (self.task.cancelled() and self.shut_down):
+            if self._end.returned:
+                return self._end.returned.pop()
+            if not self._end.raised or (self.shut_down and isinstance(self._end.raised[0], asyncio.CancelledError)):
                 raise Shutdown("the worker process is shutting down")
-            self.task.result()
-            if self._exits:
-                raise self._exits.pop()
-            return self._returned.pop()
+            raise self._end.raised.pop()
         finally:
             del self  # an exception from here holds this frame, and the frame would hold the exception
 
-    def _start(self) -> None:
-        if self._ended:  # interrupted before the loop came to it
+    def start(self) -> None:
+        """Start it, on the loop."""
+        if self._end.is_there:  # interrupted before the loop came to it
             return
-        self.task = self._loop.create_task(_kept(self._coro, self._returned, self._exits))
         self._running.add(self)
-        self.task.add_done_callback(self._end)
+        self.task = self._loop.create_task(_run(self._coro, self._end), context=self._context)
+        self.task.add_done_callback(self._over)
 
-    def _end(self, _: asyncio.Task[None] | None) -> None:
+    def _over(self, _: asyncio.Task[None] | None) -> None:
         self._coro.close()  # cancelled before it began, it would complain that no one awaited it
         self._running.discard(self)
-        self._ended = True
-        self._latch.release()
+        self._end.come()
 
 
 def _loop_of_this_thread() -> asyncio.AbstractEventLoop | None:
@@ -297,15 +338,17 @@ def _loop_of_this_thread() -> asyncio.AbstractEventLoop | None:
         return None
 
 
-async def _kept(coro: Coroutine[Any, Any, R], returned: list[R], exits: list[BaseException]) -> None:
-    """Run `coro` and keep what it returned; what it raised is its task's, unless that would end the loop.
+async def _run(coro: Coroutine[Any, Any, R], end: _End[R]) -> None:
+    """Run `coro`, and tell how it ended as soon as it has: a task's callbacks come only with the loop's next round.
 
-    No method: the frame of one would hold the task that holds the exception that holds the frame.
+    Nothing that it raises ends the task: SystemExit and KeyboardInterrupt would end the loop, and every other attempt.
     """
     try:
-        returned.append(await coro)
-    except (SystemExit, KeyboardInterrupt) as error:  # asyncio would end the loop, and every other attempt with it
-        exits.append(error)
+        end.returned.append(await coro)
+    except BaseException as error:  # noqa: BLE001 -- it is raised in the waiting thread
+        end.raised.append(error)
+    finally:
+        end.come()
 
 
 async def _ended_within(timeout_ms: int, works: tuple[_Work[Any], ...]) -> tuple[_Work[Any], ...]:

@@ -15,7 +15,7 @@ SHORT_S = 0.02
 WEIGHT = 0.1
 
 #: So many times its threads a worker that has short messages fetches ahead at most.
-MOST_AHEAD = 4
+MOST_AHEAD = 8
 
 
 class Prefetch:

@@ -2,7 +2,8 @@
 
 A thread that acknowledged its message itself would wait for the store before it takes the next one, and four threads
 would ask four times. Here they only say what is done. While one round trip is under way more comes together, and goes
-with the next: the busier a worker is, the more goes in one. A message's row goes before its acknowledgement or with
+with the next; where that was more than one, the next waits a moment for more. Each round trip costs a worker of short
+messages what several of them do. A message's row goes before its acknowledgement or with
 it, so who finds a message settled finds how it ended, too.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +27,10 @@ logger = logging.getLogger("asyncworker.broker")
 
 #: So much goes in one round trip at most: the store serves others in between.
 MOST = 200
+
+#: Seconds from the end of a round trip in which more than one had come together to the next. So much longer is what a
+#: killed worker has just done not known to be done.
+PAUSE_S = 0.005
 
 #: Seconds that a stopping worker waits for what was not taken yet.
 STOP_S = 10.0
@@ -117,6 +123,7 @@ class Settling:
         is_last = False
         while not is_last:
             rows, done, is_last = self._next()
+            has_company = len(done) > 1
             together = self._together = {}
             for one in done:
                 together.setdefault((one.queue_name, one.rejected), []).append(one)
@@ -126,6 +133,8 @@ class Settling:
                 self._tell(queue_name, rejected, together[queue_name, rejected], rows)
                 del together[queue_name, rejected]
                 rows = []
+            if has_company and not is_last:
+                time.sleep(PAUSE_S)
 
     def _next(self) -> tuple[list[ClosedRow], list[Done], bool]:
         """What has come together, and whether the thread shall end then."""

@@ -151,6 +151,7 @@ def test_a_store_that_is_away_costs_no_message_doubles_none_and_restarts_no_one(
     with working(noted, "-p", "2", "-t", "2", "-Q", "noted") as worker:
         noted.send(0)
         noted.wait_for(0)
+        noted.wait_for_nothing_left()
         for number in range(1, 5):
             noted.send(number, ms=2_000)
         wait_until(lambda: _held(noted) == 4, "four run, two in each process")

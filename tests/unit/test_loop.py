@@ -255,6 +255,53 @@ def test_work_of_many_threads_runs_at_once(loop: LoopThread) -> None:
 # interrupts
 
 
+def test_what_many_threads_bring_while_the_loop_is_busy_runs_each_in_its_context(loop: LoopThread) -> None:
+    number: ContextVar[int] = ContextVar("number")
+    is_busy, go_on = threading.Event(), threading.Event()
+    seen: dict[int, int] = {}
+
+    def be_busy() -> None:
+        is_busy.set()
+        go_on.wait(10)
+
+    async def own_number() -> int:
+        return number.get()
+
+    def run(own: int) -> None:
+        number.set(own)
+        seen[own] = loop.run_coroutine(own_number())
+
+    loop.loop.call_soon_threadsafe(be_busy)
+    assert is_busy.wait(10)
+    threads = [threading.Thread(target=run, args=(own,)) for own in range(8)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(loop._entrance) == 8, "all have come")
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert seen == {own: own for own in range(8)}
+
+
+def test_a_call_that_an_interrupt_kept_a_thread_from_making_is_made_by_another(
+    loop: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = loop.loop.call_soon_threadsafe
+    cut_off = [TimeLimitExceeded()]
+
+    def interrupted(*args: Any) -> Any:
+        if cut_off:
+            raise cut_off.pop()
+        return call(*args)
+
+    async def code() -> str:
+        return "done"
+
+    monkeypatch.setattr(loop.loop, "call_soon_threadsafe", interrupted)
+    assert isinstance(Attempt(loop, code()).end().raised, TimeLimitExceeded)
+    assert Attempt(loop, code()).end().result == "done"
+
+
 def test_a_cleanup_longer_than_a_second_ends_before_the_time_limit_is_raised(loop: LoopThread) -> None:
     cleaned_at: list[float] = []
 

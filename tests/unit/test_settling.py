@@ -72,6 +72,32 @@ def test_what_is_done_while_the_store_is_told_of_the_last_goes_with_the_next(sto
     assert [row.number for row in store.told[1][3]] == [0, 1, 2]
 
 
+def test_where_more_than_one_was_done_the_next_waits_a_moment_for_more(
+    store: Store, desk: Settling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settling, "PAUSE_S", 1.0)
+    store.is_open.clear()
+    desk.put(Message("first").done)
+    wait_until(lambda: store.told, "the store is told of the first")
+    messages = [Message(str(number)) for number in range(4)]
+    for message in messages[:2]:
+        desk.put(message.done)
+    store.is_open.set()
+    wait_until(lambda: messages[1].taken, "the store has taken two together")
+    for message in messages[2:]:
+        desk.put(message.done)
+    wait_until(lambda: messages[3].taken, "and has taken two more")
+    assert [told[2] for told in store.told] == [["first"], ["0", "1"], ["2", "3"]]
+
+
+def test_one_that_was_done_alone_has_none_wait(store: Store, desk: Settling, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settling, "PAUSE_S", 3_600.0)
+    for number in range(3):
+        message = Message(str(number))
+        desk.put(message.done)
+        wait_until(lambda message=message: message.taken, "it is taken")  # type: ignore[misc]
+
+
 def test_queues_and_dead_letters_are_told_of_apart_and_rows_go_first(store: Store, desk: Settling) -> None:
     store.is_open.clear()
     desk.put(Message("first").done)
