@@ -100,7 +100,7 @@ local function send(slot, kept_ms, first, ...)
     return new
 end
 
--- Before the other commands are made, which takes longer than this one.
+-- What producers and busy workers ask for stands first, and is done before the rest is made: that takes longer.
 if command == "send" then return send(unpack(ARGV, 4)) end
 
 local function heard_of(at)
@@ -151,63 +151,11 @@ local function next_due(at)
     return math.max(0, math.ceil(first[2] - at))
 end
 
--- Puts ids at the front of a list, the first of them first.
-local function push_front(list, ids)
-    for i = #ids, 1, -1 do
-        redis.call("lpush", list, ids[i])
-    end
-end
-
--- Puts back what this broker's worker has fetched, the first of them first.
-local function put_back(ids)
-    if #ids == 0 then return 0 end
-    local acks, there = acks_of(broker, queue), {}
-    for _, id in ipairs(ids) do
-        if redis.call("hexists", bodies, id) == 1 then there[#there + 1] = id end
-    end
-    push_front(waiting, there)
-    redis.call("srem", acks, unpack(ids))
-    if #there > 0 then wake_one() end
-    return #there
-end
-
--- Gives back what a dead broker's worker has fetched under a queue's name; returns how many.
-local function take_from(who, name, its_bodies, its_list)
-    local acks = acks_of(who, name)
-    local ids = {}
-    for _, id in ipairs(redis.call("smembers", acks)) do
-        if redis.call("hexists", its_bodies, id) == 1 then ids[#ids + 1] = id end
-    end
-    push_front(its_list, ids)
-    redis.call("del", acks)
-    return #ids
-end
-
--- Was a broker not heard of for so long that its worker is dead?
---
--- Dramatiq's consumers say nothing while their worker is busy, so more is waited for before one is taken for dead.
-local function is_silent(who, heard_at, at, timeout, plain_timeout)
-    local is_ours = string.sub(who, 1, 12) == "asyncworker-"
-    return tonumber(heard_at) <= at - (is_ours and timeout or plain_timeout)
-end
-
-local function is_dead_since(id, died)
-    return tonumber(redis.call("zscore", dead, id) or -1) == tonumber(died)
-end
-
-local function drop_bodies(its_bodies, ids)
-    if #ids > 0 then redis.call("hdel", its_bodies, unpack(ids)) end
-    return #ids
-end
-
-
-local commands = {enqueue = enqueue}
-
 -- fetch(most, held): {ms to the next delayed message or -1, lost, id, body, id, body, ...}
 --
 -- `held` is how many fetched messages the worker knows of; `lost` is how many more it holds here, since the answer
 -- that named them never arrived.
-function commands.fetch(most, held)
+local function fetch(most, held)
     local at = now()
     though_full()
     heard_of(at)
@@ -234,14 +182,9 @@ function commands.fetch(most, held)
     return answer
 end
 
--- ring(): serves what is due, and wakes one consumer for it.
-function commands.ring()
-    local at = now()
-    though_full()
-    ingest(at)
-    release(at)
-    if redis.call("llen", waiting) > 0 and redis.call("llen", wake) == 0 then wake_one() end
-end
+if command == "fetch" then return fetch(unpack(ARGV, 4)) end
+
+local commands = {enqueue = enqueue}
 
 -- ack(id): 1 when it was this broker's to acknowledge, 0 when another has it, or has dealt with it.
 function commands.ack(id)
@@ -300,6 +243,67 @@ function commands.settle(how, count, ...)
         end
     end
     return answer
+end
+
+if command == "settle" then return commands.settle(unpack(ARGV, 4)) end
+
+-- Puts ids at the front of a list, the first of them first.
+local function push_front(list, ids)
+    for i = #ids, 1, -1 do
+        redis.call("lpush", list, ids[i])
+    end
+end
+
+-- Puts back what this broker's worker has fetched, the first of them first.
+local function put_back(ids)
+    if #ids == 0 then return 0 end
+    local acks, there = acks_of(broker, queue), {}
+    for _, id in ipairs(ids) do
+        if redis.call("hexists", bodies, id) == 1 then there[#there + 1] = id end
+    end
+    push_front(waiting, there)
+    redis.call("srem", acks, unpack(ids))
+    if #there > 0 then wake_one() end
+    return #there
+end
+
+-- Gives back what a dead broker's worker has fetched under a queue's name; returns how many.
+local function take_from(who, name, its_bodies, its_list)
+    local acks = acks_of(who, name)
+    local ids = {}
+    for _, id in ipairs(redis.call("smembers", acks)) do
+        if redis.call("hexists", its_bodies, id) == 1 then ids[#ids + 1] = id end
+    end
+    push_front(its_list, ids)
+    redis.call("del", acks)
+    return #ids
+end
+
+-- Was a broker not heard of for so long that its worker is dead?
+--
+-- Dramatiq's consumers say nothing while their worker is busy, so more is waited for before one is taken for dead.
+local function is_silent(who, heard_at, at, timeout, plain_timeout)
+    local is_ours = string.sub(who, 1, 12) == "asyncworker-"
+    return tonumber(heard_at) <= at - (is_ours and timeout or plain_timeout)
+end
+
+local function is_dead_since(id, died)
+    return tonumber(redis.call("zscore", dead, id) or -1) == tonumber(died)
+end
+
+local function drop_bodies(its_bodies, ids)
+    if #ids > 0 then redis.call("hdel", its_bodies, unpack(ids)) end
+    return #ids
+end
+
+
+-- ring(): serves what is due, and wakes one consumer for it.
+function commands.ring()
+    local at = now()
+    though_full()
+    ingest(at)
+    release(at)
+    if redis.call("llen", waiting) > 0 and redis.call("llen", wake) == 0 then wake_one() end
 end
 
 -- rewrite(id, body): another body for what this broker has fetched; answers as ack.

@@ -28,6 +28,9 @@ T = TypeVar("T")
 #: An idle consumer looks for itself this often: a producer that is plain Dramatiq wakes no one.
 POLL_S = 1.0
 
+#: What was just handed out begins before the consumer asks for more, which needs the interpreter's lock, too.
+LET_BEGIN_S = 0.001
+
 #: What was fetched ahead goes back when no thread is done with anything for so long.
 STUCK_S = 0.05
 
@@ -133,6 +136,8 @@ class WorkerConsumer(_RedisConsumer):
         if self._is_dry and self._due_at is not None and self._due_at < time.monotonic() + self.poll_s:
             self.broker.alarm.set(self.queue_name, self._due_at)
         wait_s = self.poll_s if self._is_dry else 0.0
+        if self._is_dry and self._prefetch.out:
+            time.sleep(LET_BEGIN_S)
         # Others only ever take away from `held`, and only after the store has: so it is never less than there.
         held = len(self._held)
         next_due_ms, lost, *rest = self._as_connection_error(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
+import ssl
 import threading
 import time
 from collections import deque
@@ -44,6 +46,32 @@ def connection_of(pool: Any, **options: Any) -> Any:
     """A connection as the pool makes them, but not the pool's, and not connected yet."""
     kept = {name: value for name, value in pool.connection_kwargs.items() if not name.startswith(("maint_", "orig_"))}
     return pool.connection_class(**(kept | {"retry": Retry(NoBackoff(), 0)} | options))
+
+
+def ask_together(client: redis.Redis, commands: Sequence[Command]) -> list[Answer]:
+    """What the store says to commands that are sent together; a refusal is returned, not raised.
+
+    A pipeline of redis-py does much around that, which a worker that was woken has no time for.
+
+    Parameters:
+        client: Of a single connection, which no one else uses now. Where it is lost the commands are sent again, as
+            often as the connection's own `retry` says.
+    """
+    connection: Any = client.connection
+
+    def ask() -> list[Answer]:
+        connection.send_packed_command(connection.pack_commands(commands))
+        return [_read(connection) for _ in commands]
+
+    answers: list[Answer] = connection.retry.call_with_retry(ask, lambda _: connection.disconnect())
+    return answers
+
+
+def _read(connection: Any) -> Answer:
+    try:
+        return connection.read_response()
+    except ResponseError as error:
+        return error
 
 
 def socket_of(connection: Any) -> Any:
@@ -144,10 +172,9 @@ class Exchange:
             self._reset()  # the sockets are the parent's
         while True:
             connection, since = self._idle_or_new(deadline)
-            with contextlib.suppress(redis.RedisError):
-                if time.monotonic() - since < MOST_IDLE_S and not connection.can_read(0):
-                    return connection
-            connection.disconnect()  # what can be read is the end: the store has left meanwhile
+            if time.monotonic() - since < MOST_IDLE_S and _is_quiet(connection):
+                return connection
+            connection.disconnect()
 
     def _idle_or_new(self, deadline: float) -> tuple[Any, float]:
         with self._changed:
@@ -189,6 +216,20 @@ class Exchange:
             elif self._waiting > len(self._failures):
                 self._failures.append(failure)
             self._changed.notify()
+
+
+def _is_quiet(connection: Any) -> bool:
+    """True when nothing can be read from an idle connection: that would be its end, since the store has left."""
+    socket = socket_of(connection)
+    if socket is None:
+        return False
+    if isinstance(socket, ssl.SSLSocket):  # what came may be part of TLS, which only reading tells
+        with contextlib.suppress(redis.RedisError):
+            return not connection.can_read(0)
+        return False
+    poll = select.poll()
+    poll.register(socket, select.POLLIN)
+    return not poll.poll(0)
 
 
 def _limit(connection: Any, deadline: float) -> None:

@@ -18,7 +18,7 @@ from asyncworker.alarm import Alarm
 from asyncworker.consumer import WorkerConsumer
 from asyncworker.delivery import Delivery, Item, Shipment, Undelivered
 from asyncworker.errors import BrokerUnavailable, ConfigurationError
-from asyncworker.exchange import Exchange
+from asyncworker.exchange import Exchange, ask_together
 from asyncworker.ledger import KEPT_MS, ClosedRow, text
 from asyncworker.patience import Patience, PatientAfterAttempts, patiently
 from asyncworker.producing import ProducerBroker, ToSend
@@ -120,7 +120,7 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         """Take messages off a queue, in one round trip with the wait for them.
 
         Parameters:
-            client: A connection of the caller's own.
+            client: A connection of the caller's own (`client.client()`).
             held: How many fetched messages the caller knows of.
             wait_s: How long to wait to be woken first; 0: not at all.
 
@@ -129,12 +129,9 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
             then an id and a body for each message.
         """
         command = ("EVALSHA", self._script.sha, 1, self.namespace, "fetch", queue_name, self.broker_id, most, held)
-        with client.pipeline(transaction=False) as pipe:
-            if wait_s > 0:
-                # What follows is done when the wait is over.
-                pipe.execute_command("BLPOP", f"{self.namespace}:{queue_name}.wake", wait_s)
-            pipe.execute_command(*command)
-            answer = pipe.execute(raise_on_error=False)[-1]
+        # What follows a wait is done when that is over.
+        wait = ("BLPOP", self.wake_key(queue_name), wait_s)
+        answer = ask_together(client, [wait, command] if wait_s > 0 else [command])[-1]
         if isinstance(answer, redis.exceptions.NoScriptError):
             return list(self.do_fetch(queue_name, most, held))  # loads it
         if isinstance(answer, Exception):
