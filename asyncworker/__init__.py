@@ -13,7 +13,8 @@ A map, top to bottom; each file may import what stands above it in its group or 
     connecting, patience                        how it is reached, and waited for
     settling, heartbeat, alarm                  what is done is told together; who lives; what is due
     attempt_log, accounting                     a log line and a row for each attempt
-    middleware, fitness, retries, prefetch      what fires when, what a worker needs, and how much it takes
+    middleware, losses, retries, fitness        what fires when; which messages are run again; what a worker needs
+    prefetch                                    and how much it takes
     consumer                                    what takes messages off a queue
     exchange, delivery                          how a producer asks the store, and has it take messages
     result_watch, results, producing            where results lie, how a loop waits for them, and how it sends

@@ -28,7 +28,8 @@ from asyncworker.exchange import Exchange, NotSent, Unanswered
 from asyncworker.fitness import Fitness
 from asyncworker.heartbeat import Heartbeat
 from asyncworker.identity import new_seed
-from asyncworker.ledger import Ledger, RedisLedger
+from asyncworker.ledger import Kept, Ledger, RedisLedger
+from asyncworker.losses import Losses
 from asyncworker.middleware import BrowserMiddleware
 from asyncworker.producing import ProducerBroker
 from asyncworker.redis_broker import WorkerBroker
@@ -99,7 +100,7 @@ def make_redis_broker(settings: Settings) -> WorkerBroker:
     for middleware in middleware_in_order(
         settings,
         # Rows travel with the acknowledgements, which go to the same store.
-        ledger=RedisLedger(client, behind=broker.settling.put),
+        ledger=RedisLedger(client, behind=broker.settling.put, kept=kept(settings)),
         results=PatientResults(client=client, patience=broker.patience),
         draw_seed=lambda: _stored_seed(broker, broker.exchange, broker.where),
     ):
@@ -137,9 +138,14 @@ def _add_middleware_with_store(broker: ProducerBroker, settings: Settings, url: 
             return _stored_seed(broker, exchange, str(url))
 
     patience = broker.patience if isinstance(broker, WorkerBroker) else None
-    ledger, results = RedisLedger(client), PatientResults(client=client, patience=patience)
+    ledger, results = RedisLedger(client, kept=kept(settings)), PatientResults(client=client, patience=patience)
     for middleware in middleware_in_order(settings, ledger=ledger, results=results, draw_seed=draw_seed):
         broker.add_middleware(middleware)
+
+
+def kept(settings: Settings) -> Kept:
+    """How much the ledger of a deployment keeps."""
+    return Kept(settings.ledger_age_ms, settings.ledger_messages)
 
 
 def middleware_in_order(
@@ -147,6 +153,7 @@ def middleware_in_order(
 ) -> list[DramatiqMiddleware]:
     """The middleware, in order: `before_` hooks run down the list, `after_` hooks up it."""
     return [
+        Losses(ledger, max_losses=settings.max_losses),  # may have one wait for long, before its time runs
         AgeLimit(),  # may skip a message, so it comes before anything that begins one
         TimeLimit(time_limit=settings.time_limit_ms, interval=TIME_LIMIT_CHECK_MS),
         ShutdownNotifications(),

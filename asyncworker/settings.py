@@ -174,6 +174,18 @@ class Settings(BaseSettings):
     heartbeat_timeout_ms: Annotated[Millis, Field(ge=1_000)] = Field(
         15_000, description="a worker that was not heard of for this long is dead, and its messages are run elsewhere"
     )
+    max_losses: int = Field(
+        3,
+        ge=1,
+        description="so often the worker process may die under a message before that is dead-lettered, unless the "
+        "actor sets it",
+    )
+    ledger_age_ms: Millis = Field(
+        24 * 3_600_000, description="how long the ledger keeps the attempts of a message after the last of them"
+    )
+    ledger_messages: int = Field(
+        1_000_000, ge=1, description="of so many messages the ledger keeps the attempts; the oldest are forgotten first"
+    )
     result_ttl_ms: Millis = Field(600_000, description="how long results are kept, unless the actor sets it")
 
     @field_validator("proxy")

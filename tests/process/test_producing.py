@@ -108,7 +108,7 @@ def run_and_acknowledge(store: Store) -> Callable[[], None]:
     worker = store.direct()
 
     def run() -> None:
-        (number,) = worker.do_fetch(QUEUE, 1, 0)[2::2]
+        (number,) = worker.do_fetch(QUEUE, 1, 0, 1)[3::2]
         assert worker.do_ack(QUEUE, number) == 1
 
     return run

@@ -202,7 +202,7 @@ class Fleet(RuleBasedStateMachine):
     def lose_an_answer(self, worker: int, lost: int) -> None:
         """The store has given messages to a worker that has not heard of it."""
         with self.refusable():
-            self.workers[worker].do_fetch(QUEUE, lost, 99)
+            self.workers[worker].do_fetch(QUEUE, lost, 99, lost)
 
     @precondition(lambda self: any(self.running.values()))
     @rule(worker=st.integers(0, 1), fails=st.booleans())

@@ -27,7 +27,7 @@ engines.capabilities engines.importing engines.profile engines.lifeline engines.
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
 generation launching contexts browser watch loop runtime
 state_dirs embedded vetting connecting patience settling alarm heartbeat
-attempt_log accounting middleware retries fitness
+attempt_log accounting middleware losses retries fitness
 prefetch consumer exchange delivery result_watch results producing redis_broker
 speaking rabbitmq_consumer rabbitmq broker actor
 asyncworker
