@@ -174,7 +174,8 @@ end
 --
 -- `held` is how many fetched messages the worker knows of; `astray` is how many more it holds here, since the answer
 -- that named them never arrived. The first `free` of those that it gets begin at once; the others are fetched ahead,
--- and the given ids are what it has fetched ahead and has begun meanwhile.
+-- and the given ids are what it has fetched ahead and has begun meanwhile. What was lost before may have to wait even
+-- then, and so begins when its worker says so.
 local function fetch(most, held, free, ...)
     local at, ahead = now(), ahead_of(broker, canonical)
     though_full()
@@ -189,6 +190,7 @@ local function fetch(most, held, free, ...)
         if #ids > tonumber(free) then redis.call("sadd", ahead, unpack(ids, free + 1)) end
         redis.call("lpop", waiting, #ids)
         answer[3] = losses_of(ids)
+        for i = 1, #answer[3], 2 do redis.call("sadd", ahead, ids[answer[3][i] + 1]) end
         local found = redis.call("hmget", bodies, unpack(ids))
         for i, id in ipairs(ids) do
             answer[#answer + 1] = id
@@ -349,6 +351,12 @@ function commands.ring()
     ingest(at)
     release(at)
     if redis.call("llen", waiting) > 0 and redis.call("llen", wake) == 0 then wake_one() end
+end
+
+-- begin(id): what was lost before begins now.
+function commands.begin(id)
+    though_full()
+    redis.call("srem", ahead_of(broker, queue), id)
 end
 
 -- rewrite(id, body): another body for what this broker has fetched; answers as ack.

@@ -47,6 +47,10 @@ class Outcome(StrEnum):
     rejected = "rejected"  # no retry can help, or none is left
 
 
+#: Rows that are written at once: what follows may end this process, too.
+AT_ONCE = (Outcome.running, Outcome.lost)
+
+
 @dataclass(frozen=True)
 class Row:
     """One attempt of one message. Times are UNIX milliseconds.
@@ -201,7 +205,7 @@ class RedisLedger:
         if row.attempt < 0:  # Redis would count such a place from the end
             return
         key = self._key(row.message_id)
-        if self._behind is not None and row.outcome is not Outcome.running:
+        if self._behind is not None and row.outcome not in AT_ONCE:
             self._behind(ClosedRow(key, row.attempt, _written(row), self._kept))
             return
         if row.attempt == 0:

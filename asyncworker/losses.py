@@ -71,6 +71,8 @@ class Losses(Middleware):
                     "the actor)"
                 )
         self._gate.enter(broker, alone=0 < losses == self._most(broker, message) - 1)
+        if losses and hasattr(broker, "begin"):
+            broker.begin(message)
 
     def after_process_message(
         self, broker: Broker, message: MessageProxy, *, result: Any = None, exception: BaseException | None = None

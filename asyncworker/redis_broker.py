@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 import redis
-from dramatiq import Message
+from dramatiq import Message, MessageProxy
 from dramatiq.brokers.redis import RedisBroker
 from dramatiq.common import current_millis, dq_name
 
@@ -151,6 +151,11 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         if isinstance(answer, Exception):
             raise answer
         return list(answer)
+
+    def begin(self, message: MessageProxy) -> None:
+        """Say that this worker begins a message which was lost before: from now on it may be lost again."""
+        identifier = message.options["redis_message_id"]
+        patiently(lambda: self.do_begin(message.queue_name, identifier), "begin a lost message", self.patience)
 
     def _ring(self, queue_name: str) -> None:
         self.do_ring(queue_name)

@@ -14,6 +14,9 @@ from tests.stores import QUEUE, Store, consumer_of, identifier, message, silence
 from tests.waiting import wait_until
 from tests.workers import Deployment
 
+#: Dramatiq's main process waits for so long for a process to be ready, also for one that was killed before it was.
+WORKER = ("-p", "1", "-t", "4", "-Q", "deadly", "--worker-fork-timeout", "1000")
+
 LOSSES = f"dramatiq:{QUEUE}.losses"
 
 
@@ -33,7 +36,7 @@ def work_until_done(deployment: Deployment, *, workers: int) -> list[str]:
     """Start one worker after another as long as they die, so many at most; returns their logs."""
     logs = []
     for _ in range(workers):
-        with deployment.worker("-p", "1", "-t", "4", "-Q", "deadly") as worker:
+        with deployment.worker(*WORKER) as worker:
 
             def over(worker: Any = worker) -> bool:
                 return worker.command.poll() is not None or deployment.broker.do_qsize("deadly") == 0
@@ -107,7 +110,9 @@ def test_a_worker_is_told_how_often_what_it_fetches_was_lost_and_the_count_ends_
     sent = [producer.enqueue(message(number)) for number in range(3)]
     for _ in range(2):
         dead = store.ours()
-        dead.do_fetch(QUEUE, 2, 0, 2)
+        its_consumer = consumer_of(dead, prefetch=2)
+        for _ in range(2):
+            dead.begin(take(its_consumer))
         silence(store, dead, for_ms=16_000)
         alive.recover(QUEUE)
     consumer = consumer_of(alive)
@@ -117,6 +122,19 @@ def test_a_worker_is_told_how_often_what_it_fetches_was_lost_and_the_count_ends_
     consumer.nack(received[1])
     wait_until(lambda: store.fetched(alive) == {identifier(sent[2])}, "two are settled")
     assert not store.client.exists(LOSSES)
+
+
+def test_what_was_lost_before_is_not_lost_again_until_its_worker_has_begun_it(store: Store) -> None:
+    producer, alive = store.ours(), store.ours()
+    sent = producer.enqueue(message("a"))
+    for begins in (True, False, True):
+        dead = store.ours()
+        received = take(consumer_of(dead))
+        if begins:
+            dead.begin(received)
+        silence(store, dead, for_ms=16_000)
+        alive.recover(QUEUE)
+    assert store.client.hget(LOSSES, identifier(sent)) == b"2"
 
 
 def test_a_worker_that_left_in_order_has_lost_nothing(store: Store) -> None:
