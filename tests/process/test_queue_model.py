@@ -388,6 +388,14 @@ class Fleet(RuleBasedStateMachine):
             assert self.client.llen(WAKE) > 0
 
     @invariant()
+    def nothing_is_counted_of_what_is_done(self) -> None:
+        counted = {each.decode() for each in self.client.hkeys(f"{WAITING}.losses")}
+        assert counted <= self.expected - self.dead
+        for worker in (0, 1):
+            ahead = {each.decode() for each in self.client.smembers(self.acks(worker).replace("__acks__", "__ahead__"))}
+            assert ahead & self.expected <= set(self.ids(self.acks(worker)))
+
+    @invariant()
     def each_worker_knows_of_what_it_runs_and_holds(self) -> None:
         for worker in (0, 1):
             running = {message.options["redis_message_id"] for message in self.running[worker]}
