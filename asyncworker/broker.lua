@@ -211,13 +211,23 @@ if command == "fetch" then return fetch(unpack(ARGV, 4)) end
 
 local commands = {enqueue = enqueue}
 
--- ack(id): 1 when it was this broker's to acknowledge, 0 when another has it, or has dealt with it.
-function commands.ack(id)
-    if redis.call("srem", acks_of(broker, queue), id) == 0 then return 0 end
-    redis.call("hdel", own_bodies, id)
-    redis.call("hdel", losses, id)
-    return 1
+-- Forgets of these ids what was this broker's; returns for each a 1 when it was this broker's to acknowledge, a 0 when
+-- another has it, or has dealt with it.
+local function ack(ids)
+    local acks, answer, done = acks_of(broker, queue), {}, {}
+    for i, id in ipairs(ids) do
+        answer[i] = redis.call("srem", acks, id)
+        if answer[i] == 1 then done[#done + 1] = id end
+    end
+    if #done > 0 then
+        redis.call("hdel", own_bodies, unpack(done))
+        redis.call("hdel", losses, unpack(done))
+    end
+    return answer
 end
+
+-- ack(id): as above.
+function commands.ack(id) return ack({id})[1] end
 
 -- nack(id): to the dead letters; answers as ack.
 function commands.nack(id)
@@ -234,18 +244,20 @@ function commands.nack(id)
     return 1
 end
 
--- Notes that a message has its first row, and forgets the rows of the oldest where there are more messages than may
+-- Notes that messages have their first rows, and forgets the rows of the oldest where there are more messages than may
 -- be. The ledger does the same for rows that it opens (ledger.lua).
-local function remember(key, kept_ms, most)
-    local order = string.match(key, "^(.*):")
-    redis.call("rpush", order, key)
+local function remember(keys, kept_ms, most)
+    if #keys == 0 then return end
+    local order = string.match(keys[1], "^(.*):")
+    redis.call("rpush", order, unpack(keys))
     redis.call("pexpire", order, kept_ms)
-    while redis.call("llen", order) > most do redis.call("del", redis.call("lpop", order)) end
+    local more = redis.call("llen", order) - most
+    if more > 0 then redis.call("del", unpack(redis.call("lpop", order, more))) end
 end
 
 -- Writes the row of an attempt that has ended in its place, or as the next; writing it again changes nothing. Returns
--- why it was refused, if it was.
-local function close_row(key, number, text, kept_ms, most)
+-- why it was refused, if it was. Where it is the first of its message, that is added to `new`.
+local function close_row(key, number, text, kept_ms, new)
     local answer
     if number > 0 then
         answer = redis.pcall("lset", key, number - 1, text)
@@ -253,7 +265,7 @@ local function close_row(key, number, text, kept_ms, most)
         answer = redis.pcall("lindex", key, -1)
         if answer ~= text and not (type(answer) == "table" and answer.err) then
             answer = redis.pcall("rpush", key, text)
-            if answer == 1 then remember(key, kept_ms, most) end
+            if answer == 1 then new[#new + 1] = key end
         end
     end
     local refusal = type(answer) == "table" and answer.err
@@ -269,17 +281,22 @@ end
 --
 -- The ids come first: a store that is full takes what makes room, and then in the same script the rows, too.
 function commands.settle(how, count, ...)
-    local given, answer = {...}, {}
+    local given, answer, new = {...}, {}, {}
     count = tonumber(count)
-    for i = 1, count do answer[i] = commands[how](given[i]) end
+    if how == "ack" then
+        answer = ack({unpack(given, 1, count)})
+    else
+        for i = 1, count do answer[i] = commands[how](given[i]) end
+    end
     local kept_ms, most = given[count + 1], tonumber(given[count + 2])
     for i = count + 3, #given, 3 do
-        local refusal = close_row(given[i], tonumber(given[i + 1]), given[i + 2], kept_ms, most)
+        local refusal = close_row(given[i], tonumber(given[i + 1]), given[i + 2], kept_ms, new)
         if refusal then
             answer[#answer + 1] = (i - count - 3) / 3
             answer[#answer + 1] = refusal
         end
     end
+    remember(new, kept_ms, most)
     return answer
 end
 
