@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -79,14 +80,21 @@ def keep(tmp_path: Path) -> Iterator[Keep]:
     """Starts a supervisor of a program; ends it, and what it has started, afterwards."""
     with contextlib.ExitStack() as stack:
 
-        def keep(program: str, count: int = 1, *, within: tuple[str, ...] = (), **policy: int) -> Supervised:
+        def keep(
+            program: str,
+            count: int = 1,
+            *,
+            within: tuple[str, ...] = (),
+            stdin: int = subprocess.DEVNULL,
+            **policy: int,
+        ) -> Supervised:
             log = tmp_path / "log"
             policy = {"backoff_ms": 50, "steady_ms": 60_000} | policy
             with log.open("wb") as output:
                 process = subprocess.Popen(
                     [*within, sys.executable, "-c", _RUN, json.dumps([program, count, policy])],
                     env=child_environment(),
-                    stdin=subprocess.DEVNULL,
+                    stdin=stdin,
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
@@ -181,6 +189,30 @@ def test_the_workers_are_told_once_whoever_else_is_told(keep: Keep, number: sign
     assert re.findall(r"SIG\w+$", supervised.log, re.MULTILINE) == ["SIGTERM", "SIGTERM"]
 
 
+def test_sighup_is_dramatiqs_reload_and_reaches_every_worker(keep: Keep) -> None:
+    supervised = keep(
+        READY + "signal.signal(signal.SIGHUP, lambda *_: print('again', flush=True)); " + STEADY[len(READY) :], 2
+    )
+    supervised.ready(2)
+    supervised.process.send_signal(signal.SIGHUP)
+    supervised.logged("| again", times=2)
+    supervised.process.terminate()
+    assert supervised.process.wait(20) == 0
+
+
+def test_a_terminal_that_is_closed_stops_the_workers_in_order(keep: Keep) -> None:
+    ours, its = pty.openpty()
+    try:
+        supervised = keep(STEADY, 2, stdin=its)
+        supervised.ready(2)
+        supervised.process.send_signal(signal.SIGHUP)
+        assert supervised.process.wait(20) == 0
+        assert "SIGHUP: stopping 2 workers in order" in supervised.log
+    finally:
+        os.close(ours)
+        os.close(its)
+
+
 def test_a_second_signal_shortens_the_stop_and_what_is_left_is_killed(keep: Keep) -> None:
     supervised = keep(STUBBORN, 2, stop_ms=60_000, short_stop_ms=300)
     pids = supervised.ready(2)
@@ -258,7 +290,7 @@ def test_a_log_that_no_one_reads_any_more_ends_nothing(keep: Keep, tmp_path: Pat
         _end(process)
 
 
-def test_orphans_are_adopted_and_reaped_and_no_workers_status_is_lost(keep: Keep) -> None:
+def test_no_workers_status_is_lost_among_the_orphans_that_are_reaped(keep: Keep) -> None:
     """Each start leaves twenty orphans that end while the supervisor waits for workers, too."""
     program = READY + (
         "for _ in range(20): subprocess.run(['sh', '-c', 'setsid sleep 0.2 & exit 0'])\n"
@@ -269,6 +301,22 @@ def test_orphans_are_adopted_and_reaped_and_no_workers_status_is_lost(keep: Keep
     assert supervised.process.wait(30) == CRASH_LOOP
     died = re.findall(r"died: ([^;]*);|the last time: ([^;]*);", supervised.log)
     assert {how or last for how, last in died} == {"exit code 9"}
+
+
+def test_an_orphan_below_it_becomes_its_own_and_is_reaped(keep: Keep) -> None:
+    program = READY + (
+        "shell = ['sh', '-c', 'setsid sleep 60 >/dev/null 2>&1 & echo $!']\n"
+        "print('orphan', int(subprocess.check_output(shell)), flush=True)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); ready(); time.sleep(60)"
+    )
+    supervised = keep(program)
+    supervised.ready(1)
+    orphan = psutil.Process(int(re.search(r"orphan (\d+)", supervised.log)[1]))  # type: ignore[index]
+    assert orphan.ppid() == supervised.process.pid
+    orphan.kill()
+    wait_until(lambda: not psutil.pid_exists(orphan.pid), "no zombie is left", timeout_ms=5_000)
+    supervised.process.terminate()
+    assert supervised.process.wait(20) == 0
 
 
 def test_as_process_1_it_reaps_what_no_one_else_can(keep: Keep) -> None:
