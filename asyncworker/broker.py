@@ -36,6 +36,7 @@ from asyncworker.redis_broker import WorkerBroker
 from asyncworker.results import PatientResults
 from asyncworker.retries import Retries
 from asyncworker.settings import Settings, load
+from asyncworker.supervised import Supervised
 from asyncworker.urls import SecretUrl
 
 #: The deployment's seed, drawn by whoever asks first.
@@ -92,6 +93,7 @@ def make_redis_broker(settings: Settings) -> WorkerBroker:
         heartbeat_timeout_ms=settings.heartbeat_timeout_ms,
         send_timeout_ms=settings.send_timeout_ms,
     )
+    broker.add_middleware(Supervised(settings))  # its hook after the boot is the last one to be called
     broker.add_middleware(Fitness())  # before anything begins
     broker.add_middleware(Heartbeat(stop_timeout_ms=settings.stop_timeout_ms))
     if settings.store_url is not None:
@@ -124,6 +126,7 @@ def _make_rabbitmq_broker(settings: Settings, url: SecretUrl) -> ProducerBroker:
     broker = WorkerRabbitmqBroker(
         url=url, heartbeat_timeout_ms=settings.heartbeat_timeout_ms, send_timeout_ms=settings.send_timeout_ms
     )
+    broker.add_middleware(Supervised(settings))
     broker.add_middleware(Stopping())
     _add_middleware_with_store(broker, settings, settings.store_url)
     return broker

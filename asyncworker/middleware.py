@@ -188,13 +188,13 @@ class BrowserMiddleware(Middleware):
         self._accounting.start()
         threading.Thread(target=self._sweep, name="asyncworker-sweep", daemon=True).start()
         self._runtime.limit(self.settings.slots or DEFAULT_SLOTS)
-        if _serves_sessions(broker, worker):
+        if serves_sessions(broker, worker):
             self._trim(worker)
             self._check_engine()
         worker.queue_prefetch = worker.worker_threads  # no message waits here while another worker is idle
 
     def after_worker_boot(self, broker: Broker, worker: Worker) -> None:
-        if self.settings.warm and _serves_sessions(broker, worker):
+        if self.settings.warm and serves_sessions(broker, worker):
             threading.Thread(target=self._warm, name="asyncworker-warm", daemon=True).start()
 
     def after_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
@@ -323,7 +323,7 @@ def _attempt(row: Row, limit_ms: float) -> Attempt:
     return Attempt(row.seed, row.message_id, row.actor, row.attempt, deadline)
 
 
-def _serves_sessions(broker: Broker, worker: Worker) -> bool:
+def serves_sessions(broker: Broker, worker: Worker) -> bool:
     """True when one of the worker's queues belongs to an actor that receives a session."""
     queues = {actor.queue_name for actor in broker.actors.values() if actor.options.get(SESSION_OPTION)}
     return bool(queues & consumed_queues(broker, worker))
