@@ -17,6 +17,7 @@ from asyncworker.engines.finding import find
 from asyncworker.errors import EngineMissing, LaunchFailed
 from asyncworker.identity import Identity
 from asyncworker.settings import EngineName, Settings, child_environment
+from asyncworker.threads import in_thread
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, BrowserContext
@@ -81,7 +82,7 @@ class PlaywrightBrowser:
 
     async def kill(self) -> None:
         if self._token is not None:
-            await asyncio.to_thread(processes.kill_launch, self._token)
+            await in_thread(processes.kill_launch, self._token)
 
     def _lost(self, reason: str) -> None:
         if not self._closing and self._callback is not None:
@@ -109,7 +110,7 @@ class PlaywrightEngine:
         return identity  # a stock browser shows every seed the same visitor
 
     async def check(self) -> str:
-        found = await asyncio.to_thread(find, self._settings)
+        found = await in_thread(find, self._settings)
         if found is None:
             raise EngineMissing(
                 f"no {self.name} on this machine; install it with "
@@ -122,11 +123,11 @@ class PlaywrightEngine:
         await self.check()
         driver = await self._running_driver()
         token = processes.new_token()
-        options = await asyncio.to_thread(self._launch_options, token, driver.directory)
+        options = await in_thread(self._launch_options, token, driver.directory)
         try:
             browser = await getattr(driver.playwright, self.name).launch(**options)
         except Exception as error:
-            await asyncio.to_thread(processes.kill_launch, token)
+            await in_thread(processes.kill_launch, token)
             raise LaunchFailed(
                 f"{self.name} did not start: {own_words(error)}; run `asyncworker doctor`",
                 engine=self.name,
