@@ -16,7 +16,6 @@ from dramatiq.middleware import (
     CurrentMessage,
     Pipelines,
     ShutdownNotifications,
-    TimeLimit,
 )
 from dramatiq.middleware import Middleware as DramatiqMiddleware
 from dramatiq.results import Results
@@ -35,13 +34,12 @@ from asyncworker.redis_broker import WorkerBroker
 from asyncworker.results import PatientResults
 from asyncworker.retries import Retries
 from asyncworker.settings import Settings, load
+from asyncworker.time_limit import TimeLimit
 from asyncworker.urls import SecretUrl
+from asyncworker.watchdog import Watchdog
 
 #: The deployment's seed, drawn by whoever asks first.
 SEED_KEY = "asyncworker:seed"
-
-#: Time limits are checked this often. Dramatiq's default of a second is long beside a page that takes 0.1 s.
-TIME_LIMIT_CHECK_MS = 100
 
 
 def get_broker(settings: Settings | None = None) -> ProducerBroker:
@@ -148,15 +146,16 @@ def middleware_in_order(
     """The middleware, in order: `before_` hooks run down the list, `after_` hooks up it."""
     return [
         AgeLimit(),  # may skip a message, so it comes before anything that begins one
-        TimeLimit(time_limit=settings.time_limit_ms, interval=TIME_LIMIT_CHECK_MS),
         ShutdownNotifications(),
         CurrentMessage(),
+        Watchdog(settings),  # until the loop has ended
         # The attempt's row is opened when all that may skip it has run, and closed when Retries has decided.
         BrowserMiddleware(settings, ledger=ledger, draw_seed=draw_seed),
         Callbacks(),
         Pipelines(),
         Retries(),
         Results(backend=results, result_ttl=settings.result_ttl_ms),  # stored before anything reports success
+        TimeLimit(settings),  # of the actor alone: it begins last and ends first
     ]
 
 
