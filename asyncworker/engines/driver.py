@@ -106,6 +106,16 @@ class Driver:
         await _finish(self._drain)
         await in_thread(scratch.remove, self.directory)
 
+    async def kill(self) -> None:
+        """End a driver that does not answer; whoever waits for it is told that it is lost. Never raises."""
+        await in_thread(processes.kill_launch, self.token)
+        await self.ends_within(LAST_LINES_TIMEOUT_S)
+
+    async def ends_within(self, seconds: float) -> bool:
+        """Whether it is lost, or is so long from now; a call that meets its end may fail a moment before."""
+        await asyncio.wait({self._drain}, timeout=seconds)
+        return self._drain.done()
+
     def _stderr_ended(self, drain: asyncio.Task[None]) -> None:
         """The pipe ends when node does: nothing else holds its other end."""
         if self._stopping or drain.cancelled():  # cancelled with its loop: no one has stopped anything

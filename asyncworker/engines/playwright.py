@@ -43,6 +43,13 @@ QUIET_FIREFOX = {
 }
 
 
+#: What a driver that answers may take to notice that a launch took too long, or that its browser is dead.
+DRIVER_GRACE_S = 3.0
+
+#: A launch that fails with its driver does so a moment before the driver's own end is seen.
+DRIVER_LOST_S = 0.5
+
+
 class PlaywrightBrowser:
     """A browser that Playwright launched or connected to; it says itself when it is gone."""
 
@@ -55,6 +62,7 @@ class PlaywrightBrowser:
         self._new_context = browser.new_context  # before the host wraps it for code that opens its own
         self._closing = False
         self._callback: Callable[[str], None] | None = None
+        self._driver = driver
         browser.on("disconnected", lambda _: self._lost("the browser's process ended"))
         self._forget_driver = driver.on_lost(lambda: self._lost("Playwright's driver ended"))
 
@@ -74,9 +82,12 @@ class PlaywrightBrowser:
         if not closing.done():
             logger.warning("the browser did not close in %d ms; killing it", timeout_ms)
         await self.kill()
-        await asyncio.wait({closing}, timeout=1)
+        await asyncio.wait({closing}, timeout=DRIVER_GRACE_S)
         if not closing.done():
             closing.cancel()
+            if self._token is not None:  # its browser is dead, and it has not noticed: it would fail the next one, too
+                logger.error("Playwright's driver does not answer; it is killed, with all of its browsers")
+                await self._driver.kill()
         elif not closing.cancelled() and (error := closing.exception()) is not None:
             logger.debug("the browser's close said: %s", error)
 
@@ -122,17 +133,32 @@ class PlaywrightEngine:
     async def launch(self, identity: Identity) -> PlaywrightBrowser:
         await self.check()
         driver = await self._running_driver()
+        try:
+            return await self._launch(driver)
+        except LaunchFailed as error:
+            if not await driver.ends_within(DRIVER_LOST_S):
+                raise
+            logger.warning("Playwright's driver ended under a launch, which is made by another one: %s", error)
+        return await self._launch(await self._running_driver())
+
+    async def _launch(self, driver: Driver) -> PlaywrightBrowser:
         token = processes.new_token()
         options = await in_thread(self._launch_options, token, driver.directory)
+        launching = asyncio.ensure_future(getattr(driver.playwright, self.name).launch(**options))
         try:
-            browser = await getattr(driver.playwright, self.name).launch(**options)
+            # The driver keeps the limit itself, unless it hangs.
+            await asyncio.wait({launching}, timeout=self._settings.launch_timeout_ms / 1000 + DRIVER_GRACE_S)
+            if not launching.done():
+                await driver.kill()
+            return PlaywrightBrowser(await launching, driver, token)
         except Exception as error:
             await in_thread(processes.kill_launch, token)
             raise LaunchFailed(
                 f"{self.name} did not start: {own_words(error)}; run `asyncworker doctor`",
                 engine=self.name,
             ) from error
-        return PlaywrightBrowser(browser, driver, token)
+        finally:
+            launching.cancel()
 
     def classify(self, error: BaseException) -> Fault | None:
         return classify_by_name(error)

@@ -123,6 +123,27 @@ def test_a_browser_that_hangs_under_messages_is_killed_after_their_time_limits_a
     nothing_is_left(deployment)
 
 
+def test_a_driver_that_hangs_is_killed_with_its_browser_and_costs_the_messages_after_it_nothing(
+    deployment: Deployment, site: BehaviourSite
+) -> None:
+    with deployment.worker() as worker:
+        messages = [
+            deployment.send("probe.text", f"{site.url}/slow?ms=9000", options={"time_limit": 2_500}) for _ in range(4)
+        ]
+        wait_until(lambda: sum(site.requests.values()) >= 4, "four pages are loading")
+        tokens = worker.tokens("driver")
+        hung = processes.carriers(lambda token: token in tokens)
+        for process in hung:
+            process.suspend()
+        for message in messages:
+            assert "TimeLimitExceeded" in deployment.failure(message)
+        all_slots_work(deployment, site)
+        assert not any(processes.lives(each.pid) for each in hung)
+        assert worker.stop() == 0
+    assert "driver does not answer" in worker.log
+    nothing_is_left(deployment)
+
+
 def test_contexts_that_close_slowly_keep_no_result_waiting_and_fail_no_message(
     deployment: Deployment, site: BehaviourSite
 ) -> None:
