@@ -4,6 +4,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
 
     errors, identity, urls, stores, settings     core: no queue, no browser library
     ledger, shielding                           the account of attempts; work that ends although its waiter is cancelled
+    fencing, step_records, once                 which attempt is the latest; steps that are done once
     visitor                                     who a message was when it first ran
     guard, private_hosts                        what the shipped actors refuse
     processes, scratch, engines/                whose process or directory is this; what launches a browser
@@ -12,6 +13,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     state_dirs, embedded, vetting               the edges: a store to begin with, and whether it will do
     connecting, patience                        how it is reached, and waited for
     settling, heartbeat, alarm                  what is done is told together; who lives; what is due
+    unique, at_most_once                        messages that are there once, and such as begin once
     attempt_log, accounting                     a log line and a row for each attempt
     middleware, fitness, retries, prefetch      what fires when, what a worker needs, and how much it takes
     consumer                                    what takes messages off a queue

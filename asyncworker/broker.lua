@@ -13,8 +13,10 @@
 --   <namespace>:<queue>.DQ.due                sorted set of delayed ids by when they are due
 --   <namespace>:<queue>.wake                  list that idle consumers block on; what is pushed wakes one of them
 --   <namespace>:<queue>.paused                since when the queue is paused; there is none while it is not
+--   <namespace>:<queue>.unique                hash of unique messages: what holds k.<key>, and each id's message and key
 --   <namespace>:__queues__                    sorted set of queues by when a worker consumed them last
 --   <namespace>:__sent__.<broker>.<slot>      the first id of what a producer has sent last from this slot, for a while
+--   <namespace>:__fence__                     the last fence: a number that each message gets when it is fetched
 --   <namespace>:__beat__                      when any worker of ours last looked for dead ones
 --   <namespace>:__away__                      there while no one is taken for dead, since the store was away itself
 --
@@ -42,6 +44,7 @@ local wake = waiting .. ".wake"
 local dead = waiting .. ".XQ"
 local dead_bodies = dead .. ".msgs"
 local paused = waiting .. ".paused"
+local unique = waiting .. ".unique"
 local heartbeats = namespace .. ":__heartbeats__"
 local consumed = namespace .. ":__queues__"
 local beat = namespace .. ":__beat__"
@@ -151,19 +154,29 @@ local function next_due(at)
     return math.max(0, math.ceil(first[2] - at))
 end
 
--- fetch(most, held): {ms to the next delayed message or -1, lost, id, body, id, body, ...}
+-- The first of so many fences: each is greater than all before, also where the store has lost what it knew, or a
+-- replica took its place that had not heard of the last ones; for both its time stands in.
+local function fences(at, count)
+    local last = redis.call("get", namespace .. ":__fence__")
+    local first = math.max(last and last + 1 or 0, at * 1000)
+    redis.call("set", namespace .. ":__fence__", string.format("%.0f", first + count - 1))
+    return first
+end
+
+-- fetch(most, held): {ms to the next delayed message or -1, lost, fence, id, body, id, body, ...}
 --
 -- `held` is how many fetched messages the worker knows of; `lost` is how many more it holds here, since the answer
--- that named them never arrived.
+-- that named them never arrived. `fence` is that of the first message; the next has the next.
 local function fetch(most, held)
     local at = now()
     though_full()
     heard_of(at)
     ingest(at)
     release(at)
-    local answer = {0, math.max(0, redis.call("scard", acks_of(broker, canonical)) - held)}
+    local answer = {0, math.max(0, redis.call("scard", acks_of(broker, canonical)) - held), 0}
     local ids = is_paused() and {} or redis.call("lrange", waiting, 0, most - 1)
     if #ids > 0 then
+        answer[3] = fences(at, #ids)
         redis.call("sadd", acks_of(broker, canonical), unpack(ids))
         redis.call("lpop", waiting, #ids)
         local found = redis.call("hmget", bodies, unpack(ids))
@@ -186,10 +199,25 @@ if command == "fetch" then return fetch(unpack(ARGV, 4)) end
 
 local commands = {enqueue = enqueue}
 
+-- Does this id belong to a message that is to be there once? Its producer has written that into the id, so that what is
+-- done with all others costs nothing.
+local function is_unique(id) return string.sub(id, 1, 2) == "u." end
+
+-- Lets go of the key that a unique message holds, and unless it may come back (`is_kept`), of what is known of it.
+local function let_go(id, is_kept)
+    local known = redis.call("hget", unique, id)
+    local key = known and string.match(known, "^[^\n]*\n(.*)$")
+    if not key then return end
+    local lock = redis.call("hget", unique, "k." .. key)
+    if lock and string.sub(lock, 1, #id + 1) == id .. " " then redis.call("hdel", unique, "k." .. key) end
+    if not is_kept then redis.call("hdel", unique, id) end
+end
+
 -- ack(id): 1 when it was this broker's to acknowledge, 0 when another has it, or has dealt with it.
 function commands.ack(id)
     if redis.call("srem", acks_of(broker, queue), id) == 0 then return 0 end
     redis.call("hdel", own_bodies, id)
+    if is_unique(id) then let_go(id) end
     return 1
 end
 
@@ -202,6 +230,7 @@ function commands.nack(id)
         redis.call("hset", dead_bodies, id, body)
         redis.call("zadd", dead, now(), id)
         redis.call("hdel", own_bodies, id)
+        if is_unique(id) then let_go(id, true) end
     end
     redis.call("srem", acks_of(broker, queue), id)
     return 1
@@ -293,9 +322,57 @@ end
 
 local function drop_bodies(its_bodies, ids)
     if #ids > 0 then redis.call("hdel", its_bodies, unpack(ids)) end
+    for _, id in ipairs(ids) do
+        if is_unique(id) then let_go(id) end
+    end
     return #ids
 end
 
+-- The id of the message that holds a key: one that waits, is delayed or runs. What ended in a way that no one told here
+-- holds nothing, so no key is locked for ever.
+local function holder_of(key)
+    local lock = redis.call("hget", unique, "k." .. key)
+    local id, message = string.match(lock or "", "^(%S+) (.*)$")
+    if not id then return nil end
+    local is_there = redis.call("hexists", bodies, id) == 1 or redis.call("hexists", delayed_bodies, id) == 1
+    return is_there and message or nil
+end
+
+-- send_unique(slot, kept_ms, follows, id, body, key, message id, id, body, key, message id, ...): sends as `send` does,
+-- but for messages whose key another one holds. Answers with that one's message id for each, or an empty text where it
+-- was enqueued; where the key is empty, it always is.
+--
+-- `follows` is 1 for what a worker sends after an attempt: the retry of a message takes its key over.
+function commands.send_unique(slot, kept_ms, follows, ...)
+    local given, first = {...}, ...
+    local memory = namespace .. ":__sent__." .. broker .. "." .. slot
+    local sent = redis.call("get", memory)
+    if sent and string.sub(sent, 1, #first + 1) == first .. " " then
+        return cjson.decode(string.sub(sent, #first + 2))
+    end
+    local answer, new, locks, holders = {}, {}, {}, {}
+    for i = 1, #given, 4 do
+        local id, body, key, message = unpack(given, i, i + 3)
+        local holder = key ~= "" and (holders[key] or holder_of(key)) or nil
+        if holder and not (follows == "1" and holder == message) then
+            answer[#answer + 1] = holder
+        else
+            answer[#answer + 1] = ""
+            new[#new + 1] = id
+            new[#new + 1] = body
+            if key ~= "" then
+                holders[key] = message
+                for _, word in ipairs({"k." .. key, id .. " " .. message, id, message .. "\n" .. key}) do
+                    locks[#locks + 1] = word
+                end
+            end
+        end
+    end
+    if #new > 0 then enqueue(unpack(new)) end
+    if #locks > 0 then redis.call("hset", unique, unpack(locks)) end
+    redis.call("set", memory, first .. " " .. cjson.encode(answer), "PX", kept_ms)
+    return answer
+end
 
 -- ring(): serves what is due, and wakes one consumer for it.
 function commands.ring()
@@ -369,6 +446,7 @@ function commands.recover(timeout, plain_timeout, dead_ttl)
     for _, id in ipairs(old) do
         redis.call("zrem", dead, id)
         redis.call("hdel", dead_bodies, id)
+        if is_unique(id) then let_go(id) end
     end
     return recovered
 end
@@ -380,7 +458,7 @@ function commands.leave()
 end
 
 function commands.purge()
-    redis.call("del", waiting, bodies, delayed, delayed_bodies, due, wake, dead, dead_bodies,
+    redis.call("del", waiting, bodies, delayed, delayed_bodies, due, wake, dead, dead_bodies, unique,
         acks_of(broker, canonical), acks_of(broker, canonical .. ".DQ"))
 end
 
@@ -460,6 +538,12 @@ function commands.letters(latest, earliest, skipped, most)
     return answer
 end
 
+-- A unique message that comes back from the dead letters takes its key again, unless another one has it meanwhile.
+local function take_again(id)
+    local message, key = string.match(redis.call("hget", unique, id) or "", "^([^\n]*)\n(.*)$")
+    if key and not holder_of(key) then redis.call("hset", unique, "k." .. key, id .. " " .. message) end
+end
+
 -- revive(id, died, body, id, died, body, ...): dead letters back into their queue, each with this body; returns a 1
 -- for each that was still there as it had died then, a 0 for each that was not.
 function commands.revive(...)
@@ -473,6 +557,7 @@ function commands.revive(...)
             redis.call("rpush", waiting, id)
             redis.call("zrem", dead, id)
             redis.call("hdel", dead_bodies, id)
+            if is_unique(id) then take_again(id) end
             back = back + 1
         end
         answer[#answer + 1] = is_there and 1 or 0
@@ -489,6 +574,7 @@ function commands.discard(...)
         if is_there then
             redis.call("zrem", dead, given[i])
             redis.call("hdel", dead_bodies, given[i])
+            if is_unique(given[i]) then let_go(given[i]) end
         end
         answer[#answer + 1] = is_there and 1 or 0
     end

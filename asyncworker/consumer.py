@@ -66,6 +66,8 @@ class WorkerConsumer(_RedisConsumer):
         self._stranded: set[str] = self.broker.stranded(self.queue_name)
         #: Fetched and not handed out yet: (id, body).
         self._fetched: deque[tuple[str, bytes | None]] = deque()
+        #: The fences of what was fetched, by id.
+        self._fences: dict[str, int] = {}
 
     def ack(self, message: MessageProxy) -> None:
         """Have a message acknowledged, soon and for certain; this waits for nothing."""
@@ -140,13 +142,14 @@ class WorkerConsumer(_RedisConsumer):
             time.sleep(LET_BEGIN_S)
         # Others only ever take away from `held`, and only after the store has: so it is never less than there.
         held = len(self._held)
-        next_due_ms, lost, *rest = self._as_connection_error(
+        next_due_ms, lost, fence, *rest = self._as_connection_error(
             lambda: self.broker.fetch(self._own_client(), self.queue_name, room, held, wait_s)
         )
         self._due_at = time.monotonic() + next_due_ms / 1000 if next_due_ms >= 0 else None
-        for raw, body in zip(rest[::2], rest[1::2], strict=True):
+        for number, (raw, body) in enumerate(zip(rest[::2], rest[1::2], strict=True), start=fence):
             try:
                 self._fetched.append((raw.decode(), body))
+                self._fences[raw.decode()] = number
             except UnicodeDecodeError:
                 self._reject(raw, body, "its id in the store is no text")
         self._held.update(identifier for identifier, _ in self._fetched)
@@ -180,6 +183,7 @@ class WorkerConsumer(_RedisConsumer):
 
     def _read(self, identifier: str, body: bytes | None) -> MessageProxy | None:
         """The message in `body`; None when it is none: it is in the dead letters then."""
+        fence = self._fences.pop(identifier)
         if body is None:  # its id was in the queue, its body is gone: flushed meanwhile
             patiently(
                 lambda: self.broker.do_ack(self.queue_name, identifier),
@@ -194,7 +198,9 @@ class WorkerConsumer(_RedisConsumer):
         except DecodeError as error:
             reason = str(error.error)
         if reason is None:
-            return MessageProxy(_undelayed(message, identifier))
+            proxy: Any = MessageProxy(_undelayed(message, identifier))
+            proxy.fencing = self.broker.fence(self.queue_name, identifier, fence)
+            return proxy  # type: ignore[no-any-return]
         self._reject(identifier, body, reason)
         self._held.discard(identifier)
         return None
@@ -224,6 +230,7 @@ class WorkerConsumer(_RedisConsumer):
     def _give_back_fetched(self) -> None:
         fetched = [identifier for identifier, _ in self._fetched]
         self._fetched.clear()
+        self._fences.clear()
         self._give_back(fetched)
 
     def _give_back(self, identifiers: list[str]) -> None:

@@ -7,13 +7,14 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import redis
 from redis.exceptions import NoScriptError
 
 from asyncworker.exchange import Answer, Exchange, NotSent, Unanswered
+from asyncworker.ledger import text
 from asyncworker.patience import PAUSE_S, passes
 
 #: So many messages are taken in one step of the store, all or none of them; it serves others in between.
@@ -30,6 +31,9 @@ class Item:
     queue_name: str
     identifier: str
     body: bytes
+    message_id: str = ""
+    #: While another message with this key waits or runs, this one is not taken; empty: it is.
+    unique: str = ""
 
 
 class Undelivered(Exception):
@@ -52,18 +56,37 @@ class Parcel:
 
     Attributes:
         slot: Where the store remembers it.
+        follows: It is what a worker sends after an attempt.
         is_unclear: It was sent once without an answer.
     """
 
     places: list[int]
     items: list[Item]
     slot: int
+    follows: bool = False
     is_unclear: bool = False
     is_taken: bool = False
+    #: By place: the id of the message that was there already, where the store took none for it.
+    there: dict[int, str] = field(default_factory=dict)
 
     def command(self, head: Sequence[Any], who: str, kept_ms: int) -> tuple[Any, ...]:
+        queue_name, slot = self.items[0].queue_name, f"{os.getpid()}.{self.slot}"
+        if self._is_unique:
+            fours = [part for item in self.items for part in (item.identifier, item.body, item.unique, item.message_id)]
+            return (*head, "send_unique", queue_name, who, slot, kept_ms, int(self.follows), *fours)
         pairs = [part for item in self.items for part in (item.identifier, item.body)]
-        return (*head, "send", self.items[0].queue_name, who, f"{os.getpid()}.{self.slot}", kept_ms, *pairs)
+        return (*head, "send", queue_name, who, slot, kept_ms, *pairs)
+
+    def take(self, answer: Answer) -> None:
+        """Note what the store says that has taken it."""
+        self.is_taken = True
+        if self._is_unique:
+            named = zip(self.places, answer, strict=True)
+            self.there = {place: text(message_id) for place, message_id in named if message_id}
+
+    @property
+    def _is_unique(self) -> bool:
+        return any(item.unique for item in self.items)
 
 
 #: Messages that are sent together, over all repeats; what was taken is not sent again.
@@ -115,7 +138,7 @@ class Delivery:
         self._head = ("EVALSHA", sha, 1, namespace)
         self._slots = Slots()
 
-    def pack(self, items: Sequence[Item]) -> Shipment:
+    def pack(self, items: Sequence[Item], *, follows: bool = False) -> Shipment:
         """Put messages together, in their order, by queue; they are on their way until `done`."""
         by_queue: dict[str, list[int]] = {}
         for place, item in enumerate(items):
@@ -124,7 +147,7 @@ class Delivery:
         for places in by_queue.values():
             for start in range(0, len(places), MOST_TOGETHER):
                 some = places[start : start + MOST_TOGETHER]
-                shipment.append(Parcel(some, [items[place] for place in some], self._slots.take()))
+                shipment.append(Parcel(some, [items[place] for place in some], self._slots.take(), follows))
         return shipment
 
     def done(self, shipment: Shipment) -> None:
@@ -178,7 +201,7 @@ class Delivery:
             if isinstance(answer, Exception):
                 refusals.append(answer)
             else:
-                parcel.is_taken = True
+                parcel.take(answer)
         return next(_worst_first(refusals), None)
 
     def _load(self, deadline: float) -> BaseException | None:

@@ -19,10 +19,12 @@ from asyncworker.consumer import WorkerConsumer
 from asyncworker.delivery import Delivery, Item, Shipment, Undelivered
 from asyncworker.errors import BrokerUnavailable, ConfigurationError
 from asyncworker.exchange import Exchange, ask_together
+from asyncworker.fencing import Claim, Fence
 from asyncworker.ledger import KEPT_MS, ClosedRow, text
 from asyncworker.patience import Patience, PatientAfterAttempts, patiently
 from asyncworker.producing import ProducerBroker, ToSend
 from asyncworker.settling import Settled, Settling
+from asyncworker.unique import unique_key
 
 _SCRIPT = (Path(__file__).parent / "broker.lua").read_text()
 
@@ -53,6 +55,8 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         heartbeat_timeout_ms: A worker that was not heard of for this long is taken for dead.
         send_timeout_ms: How long a producer tries to have a message taken.
     """
+
+    can_guard = True
 
     def __init__(
         self, *, client: redis.Redis, where: str, heartbeat_timeout_ms: int = 15_000, send_timeout_ms: int = 10_000
@@ -86,6 +90,10 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
     def stranded(self, queue_name: str) -> set[str]:
         """The ids of those that it is done with and that the store has refused to settle for good."""
         return self._stranded[queue_name]
+
+    def fence(self, queue_name: str, identifier: str, value: int) -> Fence:
+        """The fence of an attempt of what this process's worker has fetched."""
+        return Fence(value, claim=Claim(f"{self.namespace}:__acks__.{self.broker_id}.{queue_name}", identifier))
 
     def wake_key(self, queue_name: str) -> str:
         """The list by which an idle consumer of a queue is woken."""
@@ -126,7 +134,7 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
 
         Returns:
             Milliseconds to the next delayed message or -1; how many fetched messages the caller does not know of;
-            then an id and a body for each message.
+            the fence of the first message, from which on the others count; then an id and a body for each message.
         """
         command = ("EVALSHA", self._script.sha, 1, self.namespace, "fetch", queue_name, self.broker_id, most, held)
         # What follows a wait is done when that is over.
@@ -182,25 +190,32 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
 
     def _send(self, given: list[ToSend]) -> list[Message[Any]]:
         pairs = [each if isinstance(each, tuple) else (each, None) for each in given]
-        prepared = [(_prepared(message, delay), delay) for message, delay in pairs]
+        keys = [unique_key(self, message) for message, _ in pairs]
+        prepared = [(_prepared(*pair, is_unique=key != ""), pair[1]) for pair, key in zip(pairs, keys, strict=True)]
         for message, delay in prepared:
             self.emit_before("enqueue", message, delay)
         messages = [message for message, _ in prepared]
         shipment = self._delivery.pack(
-            [Item(each.queue_name, each.options["redis_message_id"], each.encode()) for each in messages]
+            [
+                Item(each.queue_name, each.options["redis_message_id"], each.encode(), each.message_id, key)
+                for each, key in zip(messages, keys, strict=True)
+            ],
+            follows=self.is_after_attempt,
         )
         taken = set(range(len(messages)))
         try:
             self._deliver(shipment)
         except Undelivered as error:
             taken = error.taken
+            _name_those_there(messages, shipment)
             raise self._unavailable(error, given, messages) from error.__cause__
         except BaseException:  # a worker that gave up, since it has to stop
             taken = set()
             raise
         finally:
             self._delivery.done(shipment)
-            for place in sorted(taken):
+            there = _name_those_there(messages, shipment)
+            for place in sorted(taken - there.keys()):
                 self.emit_after("enqueue", *prepared[place])
         return messages
 
@@ -241,9 +256,17 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         )
 
 
-def _prepared(message: Message[Any], delay: int | None) -> Message[Any]:
+def _name_those_there(messages: list[Message[Any]], shipment: Shipment) -> dict[int, str]:
+    """Give unique messages that were there already the ids that those have; returns these by place."""
+    there = {place: message_id for parcel in shipment for place, message_id in parcel.there.items()}
+    for place, message_id in there.items():
+        messages[place] = messages[place].copy(message_id=message_id)
+    return there
+
+
+def _prepared(message: Message[Any], delay: int | None, *, is_unique: bool = False) -> Message[Any]:
     """A message with its id in the store, which it keeps however often it has to be sent."""
-    identifier = str(uuid4())
+    identifier = f"u.{uuid4()}" if is_unique else str(uuid4())  # where the store reads that it may hold a key
     if delay is None:
         return message.copy(options={"redis_message_id": identifier})
     eta = current_millis() + delay

@@ -174,6 +174,7 @@ class Settings(BaseSettings):
     heartbeat_timeout_ms: Annotated[Millis, Field(ge=1_000)] = Field(
         15_000, description="a worker that was not heard of for this long is dead, and its messages are run elsewhere"
     )
+    once_ttl_ms: Millis = Field(604_800_000, description="how long a step of `session.once` that is done is known")
     result_ttl_ms: Millis = Field(600_000, description="how long results are kept, unless the actor sets it")
 
     @field_validator("proxy")

@@ -20,6 +20,8 @@ PACKAGE = Path(asyncworker.__file__).parent
 LAYERS = """
 errors
 identity urls stores settings shielding
+fencing step_records
+once
 ledger guard visitor
 private_hosts
 processes scratch
@@ -27,7 +29,7 @@ engines.capabilities engines.importing engines.profile engines.lifeline engines.
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
 generation launching contexts browser watch loop runtime
 state_dirs embedded vetting connecting patience settling alarm heartbeat
-attempt_log accounting middleware retries fitness
+unique at_most_once attempt_log accounting middleware retries fitness
 prefetch consumer exchange delivery result_watch results producing redis_broker
 speaking rabbitmq_consumer rabbitmq broker actor
 asyncworker
