@@ -26,7 +26,8 @@ A map, top to bottom; each file may import what stands above it in its group or 
     commands, installing, sending               what the command `asyncworker` does,
     broker_checks, doctor                       how it looks at what is there,
     queues, dead_letters, identities, demo/     with its demo
-    terminal, cli_dead_letters, cli_queues, cli its words, and what it prints
+    terminal, cli_once, cli_dead_letters        its words,
+    cli_queues, cli                             and what it prints
     fakes, testing, pytest_plugin               for users' tests and ours
 
 Browser libraries are imported on use: importing this package costs a producer no 0.4 s.

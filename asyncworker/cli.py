@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from asyncworker import cli_queues
+from asyncworker import cli_once, cli_queues
 from asyncworker import settings as settings_module
 from asyncworker.errors import AsyncworkerError, ConfigurationError
 from asyncworker.settings import EngineName, load
@@ -161,6 +161,7 @@ def show_settings(as_json: Json = False) -> None:
 
 
 cli_queues.add_to(app)
+app.add_typer(cli_once.once, name="once")
 
 
 def _run_workers(arguments: list[str]) -> int:

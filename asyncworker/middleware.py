@@ -352,6 +352,11 @@ def ledger_of(broker: Broker) -> Ledger:
     return next(each for each in broker.middleware if isinstance(each, BrowserMiddleware)).ledger
 
 
+def steps_of(broker: Broker) -> Steps:
+    """The steps that are done once, as a broker's middleware keeps them."""
+    return next(each for each in broker.middleware if isinstance(each, BrowserMiddleware)).steps
+
+
 def _attempt(row: Row, limit_ms: float, fence: Fence) -> Attempt:
     deadline = None if limit_ms == float("inf") else time.monotonic() + limit_ms / 1000
     return Attempt(row.seed, row.message_id, row.actor, row.attempt, deadline, fence)

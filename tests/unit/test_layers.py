@@ -35,7 +35,7 @@ speaking rabbitmq_consumer rabbitmq broker actor
 asyncworker
 deployment actors
 broker_checks commands installing doctor sending queues dead_letters identities demo demo.site demo.run
-terminal cli_dead_letters cli_queues cli __main__
+terminal cli_once cli_dead_letters cli_queues cli __main__
 fakes testing pytest_plugin
 """
 
