@@ -157,7 +157,7 @@ def test_a_step_that_was_left_to_a_person_runs_no_more_until_that_has_decided(ef
 
 
 def pay(effects: Effects, **options: Any) -> Message[Any]:
-    return effects.send("effects.pay", str(effects.directory), "k", queue=QUEUE, **options)
+    return effects.send("pay", str(effects.directory), "k", queue=QUEUE, **options)
 
 
 def test_an_interrupted_at_most_once_message_is_an_unknown_outcome_and_never_runs_by_itself(effects: Effects) -> None:
@@ -168,7 +168,7 @@ def test_an_interrupted_at_most_once_message_is_an_unknown_outcome_and_never_run
     with one_worker(effects) as second:
         wait_until(lambda: effects.dead_letters(QUEUE), "it is a dead letter")
         (letter,) = operating.facts(effects, "dead", "list", "--error", "UnknownOutcome")["dead"]
-        assert (letter["id"], letter["actor"]) == (message.message_id, "effects.pay")
+        assert (letter["id"], letter["actor"]) == (message.message_id, "pay")
         assert "it is not run again. Look, then say `asyncworker dead retry" in letter["error"]
         assert second.stop() == 0
     assert effects.count("k") == 1
@@ -199,7 +199,7 @@ def producers(effects: Effects, count: int) -> Iterator[Any]:
         yield dramatiq.actor(
             lambda directory, key, *, failures=0: None,
             broker=broker,
-            actor_name="effects.single",
+            actor_name="single",
             queue_name=QUEUE,
             unique="{key}",
         )
