@@ -47,6 +47,7 @@ local paused = waiting .. ".paused"
 local unique = waiting .. ".unique"
 local heartbeats = namespace .. ":__heartbeats__"
 local consumed = namespace .. ":__queues__"
+local fence = namespace .. ":__fence__"
 local beat = namespace .. ":__beat__"
 local away = namespace .. ":__away__"
 local function acks_of(who, name) return namespace .. ":__acks__." .. who .. "." .. name end
@@ -154,13 +155,16 @@ local function next_due(at)
     return math.max(0, math.ceil(first[2] - at))
 end
 
--- The first of so many fences: each is greater than all before, also where the store has lost what it knew, or a
--- replica took its place that had not heard of the last ones; for both its time stands in.
+-- The first of so many fences: each is greater than all before. A count that is more than a second behind the time goes
+-- on from there, so that they also grow where the store has lost what it knew, or a replica took its place that had not
+-- heard of the last ones.
 local function fences(at, count)
-    local last = redis.call("get", namespace .. ":__fence__")
-    local first = math.max(last and last + 1 or 0, at * 1000)
-    redis.call("set", namespace .. ":__fence__", string.format("%.0f", first + count - 1))
-    return first
+    local last = redis.call("incrby", fence, count)
+    if last < (at - 1000) * 1000 then
+        last = at * 1000 + count
+        redis.call("set", fence, string.format("%.0f", last))
+    end
+    return last - count + 1
 end
 
 -- fetch(most, held): {ms to the next delayed message or -1, lost, fence, id, body, id, body, ...}

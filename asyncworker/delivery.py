@@ -7,8 +7,8 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import redis
 from redis.exceptions import NoScriptError
@@ -24,16 +24,18 @@ MOST_TOGETHER = 200
 LEAST_S = 0.5
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """A message on its way, as the store gets it."""
 
     queue_name: str
     identifier: str
     body: bytes
+    #: Named where a message of those that are sent together is unique.
     message_id: str = ""
     #: While another message with this key waits or runs, this one is not taken; empty: it is.
     unique: str = ""
+    #: It is what a worker sends after an attempt: the retry of a message takes its key over.
+    follows: bool = False
 
 
 class Undelivered(Exception):
@@ -56,37 +58,31 @@ class Parcel:
 
     Attributes:
         slot: Where the store remembers it.
-        follows: It is what a worker sends after an attempt.
         is_unclear: It was sent once without an answer.
     """
 
     places: list[int]
     items: list[Item]
     slot: int
-    follows: bool = False
     is_unclear: bool = False
     is_taken: bool = False
     #: By place: the id of the message that was there already, where the store took none for it.
-    there: dict[int, str] = field(default_factory=dict)
+    there: dict[int, str] | None = None
 
     def command(self, head: Sequence[Any], who: str, kept_ms: int) -> tuple[Any, ...]:
         queue_name, slot = self.items[0].queue_name, f"{os.getpid()}.{self.slot}"
-        if self._is_unique:
+        if self.items[0].message_id:
             fours = [part for item in self.items for part in (item.identifier, item.body, item.unique, item.message_id)]
-            return (*head, "send_unique", queue_name, who, slot, kept_ms, int(self.follows), *fours)
+            return (*head, "send_unique", queue_name, who, slot, kept_ms, int(self.items[0].follows), *fours)
         pairs = [part for item in self.items for part in (item.identifier, item.body)]
         return (*head, "send", queue_name, who, slot, kept_ms, *pairs)
 
     def take(self, answer: Answer) -> None:
         """Note what the store says that has taken it."""
         self.is_taken = True
-        if self._is_unique:
+        if isinstance(answer, list):  # else a number: nothing of it is unique
             named = zip(self.places, answer, strict=True)
             self.there = {place: text(message_id) for place, message_id in named if message_id}
-
-    @property
-    def _is_unique(self) -> bool:
-        return any(item.unique for item in self.items)
 
 
 #: Messages that are sent together, over all repeats; what was taken is not sent again.
@@ -138,7 +134,7 @@ class Delivery:
         self._head = ("EVALSHA", sha, 1, namespace)
         self._slots = Slots()
 
-    def pack(self, items: Sequence[Item], *, follows: bool = False) -> Shipment:
+    def pack(self, items: Sequence[Item]) -> Shipment:
         """Put messages together, in their order, by queue; they are on their way until `done`."""
         by_queue: dict[str, list[int]] = {}
         for place, item in enumerate(items):
@@ -147,7 +143,7 @@ class Delivery:
         for places in by_queue.values():
             for start in range(0, len(places), MOST_TOGETHER):
                 some = places[start : start + MOST_TOGETHER]
-                shipment.append(Parcel(some, [items[place] for place in some], self._slots.take(), follows))
+                shipment.append(Parcel(some, [items[place] for place in some], self._slots.take()))
         return shipment
 
     def done(self, shipment: Shipment) -> None:

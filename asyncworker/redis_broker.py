@@ -24,7 +24,7 @@ from asyncworker.ledger import KEPT_MS, ClosedRow, text
 from asyncworker.patience import Patience, PatientAfterAttempts, patiently
 from asyncworker.producing import ProducerBroker, ToSend
 from asyncworker.settling import Settled, Settling
-from asyncworker.unique import unique_key
+from asyncworker.unique import unique_keys
 
 _SCRIPT = (Path(__file__).parent / "broker.lua").read_text()
 
@@ -39,6 +39,9 @@ KEPT_MS_AFTER = 60_000
 
 #: A worker sends again for as long as it takes.
 KEPT_MS_BY_WORKERS = 24 * 3_600_000
+
+#: What the id of a unique message begins with: the store looks for a key that it holds only where this is.
+UNIQUE_ID = "u."
 
 R = TypeVar("R")
 
@@ -190,17 +193,15 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
 
     def _send(self, given: list[ToSend]) -> list[Message[Any]]:
         pairs = [each if isinstance(each, tuple) else (each, None) for each in given]
-        keys = [unique_key(self, message) for message, _ in pairs]
-        prepared = [(_prepared(*pair, is_unique=key != ""), pair[1]) for pair, key in zip(pairs, keys, strict=True)]
+        keys = unique_keys(self, pairs)  # of most messages there are none, and they pay nothing for it
+        prepared = [(_prepared(message, delay), delay) for message, delay in pairs]
         for message, delay in prepared:
             self.emit_before("enqueue", message, delay)
         messages = [message for message, _ in prepared]
         shipment = self._delivery.pack(
-            [
-                Item(each.queue_name, each.options["redis_message_id"], each.encode(), each.message_id, key)
-                for each, key in zip(messages, keys, strict=True)
-            ],
-            follows=self.is_after_attempt,
+            [Item(each.queue_name, each.options["redis_message_id"], each.encode()) for each in messages]
+            if not keys
+            else self._guarded(messages, keys)
         )
         taken = set(range(len(messages)))
         try:
@@ -214,10 +215,27 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
             raise
         finally:
             self._delivery.done(shipment)
-            there = _name_those_there(messages, shipment)
-            for place in sorted(taken - there.keys()):
+            there = _name_those_there(messages, shipment) if keys else {}
+            for place in sorted(taken - there.keys() if there else taken):
                 self.emit_after("enqueue", *prepared[place])
         return messages
+
+    def _guarded(self, messages: list[Message[Any]], keys: dict[int, str]) -> list[Item]:
+        """The items of messages of which some are unique: their ids say so to the store."""
+        for place in keys:
+            options = messages[place].options
+            options["redis_message_id"] = UNIQUE_ID + options["redis_message_id"]
+        return [
+            Item(
+                each.queue_name,
+                each.options["redis_message_id"],
+                each.encode(),
+                each.message_id,
+                keys.get(place, ""),
+                self.is_after_attempt,
+            )
+            for place, each in enumerate(messages)
+        ]
 
     def _deliver(self, shipment: Shipment) -> None:
         if not self.is_after_attempt:
@@ -258,15 +276,15 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
 
 def _name_those_there(messages: list[Message[Any]], shipment: Shipment) -> dict[int, str]:
     """Give unique messages that were there already the ids that those have; returns these by place."""
-    there = {place: message_id for parcel in shipment for place, message_id in parcel.there.items()}
+    there = {place: message_id for parcel in shipment if parcel.there for place, message_id in parcel.there.items()}
     for place, message_id in there.items():
         messages[place] = messages[place].copy(message_id=message_id)
     return there
 
 
-def _prepared(message: Message[Any], delay: int | None, *, is_unique: bool = False) -> Message[Any]:
+def _prepared(message: Message[Any], delay: int | None) -> Message[Any]:
     """A message with its id in the store, which it keeps however often it has to be sent."""
-    identifier = f"u.{uuid4()}" if is_unique else str(uuid4())  # where the store reads that it may hold a key
+    identifier = str(uuid4())
     if delay is None:
         return message.copy(options={"redis_message_id": identifier})
     eta = current_millis() + delay

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -30,6 +30,11 @@ UNIQUE_OPTION = "unique"
 Unique = str | Callable[..., str | int | None]
 
 _KINDS_OF_ANY = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
+
+def unique_keys(broker: Broker, pairs: Iterable[tuple[Message[Any], object]]) -> dict[int, str]:
+    """The keys of those messages that have one, by their place."""
+    return {place: key for place, (message, _) in enumerate(pairs) if (key := unique_key(broker, message))}
 
 
 def unique_key(broker: Broker, message: Message[Any]) -> str:

@@ -67,6 +67,7 @@ def test_the_key_is_free_when_the_message_has_ended(store: Store, broker: Worker
     assert crawl.send("a").message_id == first.message_id, "it runs"
     getattr(consumer, end)(taken)
     wait_until(lambda: broker.do_qsize(QUEUE) == 0, "it is settled")
+    assert not store.client.hexists(KEYS, "k.crawl:a")
     assert crawl.send("a").message_id != first.message_id
     consumer.close()
 
