@@ -21,7 +21,7 @@ local function get(name) return redis.call("hget", record, name) or nil end
 local function set(...) redis.call("hset", record, "at", now(), ...) end
 
 -- Was the message taken from the worker that asks? `acks` is empty where the store cannot know.
-local function was_taken(acks, id) return false end
+local function was_taken(acks, id) return acks ~= "" and redis.call("sismember", acks, id) == 0 end
 
 local function holds(token) return get("state") == "held" and get("token") == token end
 

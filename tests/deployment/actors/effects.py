@@ -9,7 +9,7 @@ from typing import Any
 
 import dramatiq
 
-from asyncworker import Session, actor
+from asyncworker import Session, actor, get_broker
 
 #: So that a test that fails leaves no worker waiting.
 LONGEST_S = 60
@@ -54,28 +54,29 @@ async def buy(
     return {"was_done": was_done, "value": step.value, "fence": session.attempt.fence}
 
 
-@dramatiq.actor(queue_name="effects", delivery="at_most_once")
-def pay(directory: str, key: str, *, fail: bool = False) -> None:
-    """Insert, and wait for the file `go`."""
-    insert(directory, key)
-    note(directory, "paid")
-    if fail:
-        raise RuntimeError("after the effect")
-    ends = time.monotonic() + LONGEST_S
-    while not (Path(directory) / "go").exists() and time.monotonic() < ends:
-        time.sleep(0.01)
+if get_broker().can_guard:  # the deployment is also served from RabbitMQ, where such actors are refused
 
+    @dramatiq.actor(queue_name="effects", delivery="at_most_once")
+    def pay(directory: str, key: str, *, fail: bool = False) -> None:
+        """Insert, and wait for the file `go`."""
+        insert(directory, key)
+        note(directory, "paid")
+        if fail:
+            raise RuntimeError("after the effect")
+        ends = time.monotonic() + LONGEST_S
+        while not (Path(directory) / "go").exists() and time.monotonic() < ends:
+            time.sleep(0.01)
 
-@dramatiq.actor(queue_name="effects", unique="{key}", store_results=True, max_retries=3, min_backoff=500)
-def single(directory: str, key: str, *, failures: int = 0) -> int:
-    """Insert, fail so often, and wait for the file `go`; returns how often it was inserted."""
-    insert(directory, key)
-    note(directory, "ran")
-    with closing(sqlite3.connect(Path(directory) / "effects.db", timeout=30)) as database:
-        (count,) = database.execute("SELECT count(*) FROM effects WHERE key = ?", (key,)).fetchone()
-    if count <= failures:
-        raise RuntimeError("told to fail")
-    ends = time.monotonic() + LONGEST_S
-    while not (Path(directory) / "go").exists() and time.monotonic() < ends:
-        time.sleep(0.01)
-    return int(count)
+    @dramatiq.actor(queue_name="effects", unique="{key}", store_results=True, max_retries=3, min_backoff=500)
+    def single(directory: str, key: str, *, failures: int = 0) -> int:
+        """Insert, fail so often, and wait for the file `go`; returns how often it was inserted."""
+        insert(directory, key)
+        note(directory, "ran")
+        with closing(sqlite3.connect(Path(directory) / "effects.db", timeout=30)) as database:
+            (count,) = database.execute("SELECT count(*) FROM effects WHERE key = ?", (key,)).fetchone()
+        if count <= failures:
+            raise RuntimeError("told to fail")
+        ends = time.monotonic() + LONGEST_S
+        while not (Path(directory) / "go").exists() and time.monotonic() < ends:
+            time.sleep(0.01)
+        return int(count)
