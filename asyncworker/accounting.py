@@ -54,6 +54,9 @@ TRACEBACK_OPTION = "traceback"
 #: The option of a message that counts how often it was lost: begun by a worker process that died then.
 LOSSES_OPTION = "losses"
 
+#: How many of these the ledger and the log have: a retry, which keeps its options, was not lost again.
+NOTED_LOSSES_OPTION = "noted_losses"
+
 #: What an attempt is at once its page is ready.
 CODE_PHASE = "code"
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from dramatiq import Message
 from dramatiq.errors import DecodeError
 
-from asyncworker.accounting import ERROR_OPTION, LOSSES_OPTION, TRACEBACK_OPTION
+from asyncworker.accounting import ERROR_OPTION, LOSSES_OPTION, NOTED_LOSSES_OPTION, TRACEBACK_OPTION
 from asyncworker.at_most_once import BEGUN_BY_OPTION, BEGUN_OPTION
 from asyncworker.consumer import misfit
 from asyncworker.errors import NotThere
@@ -29,6 +29,7 @@ SPENT = (
     "retries",
     "crashes",
     LOSSES_OPTION,
+    NOTED_LOSSES_OPTION,
     TRACEBACK_OPTION,
     ERROR_OPTION,
     BEGUN_OPTION,

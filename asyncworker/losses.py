@@ -18,7 +18,7 @@ import redis
 from dramatiq import Broker, Message, MessageProxy
 from dramatiq.middleware import Shutdown, SkipMessage
 
-from asyncworker.accounting import LOSSES_OPTION, now_ms
+from asyncworker.accounting import LOSSES_OPTION, NOTED_LOSSES_OPTION, now_ms
 from asyncworker.ledger import Ledger, Outcome, Row
 from asyncworker.middleware import Middleware, emit
 from asyncworker.patience import patiently
@@ -62,7 +62,9 @@ class Losses(Middleware):
         losses = message.options.get(LOSSES_OPTION, 0)
         if losses:
             most = self._most(broker, message)
-            self._note(broker, message, losses, most)
+            if losses > message.options.get(NOTED_LOSSES_OPTION, 0):
+                self._note(broker, message, losses, most)
+                message.options[NOTED_LOSSES_OPTION] = losses
             if losses >= most:
                 message.fail()
                 raise TooManyLosses(
@@ -90,6 +92,8 @@ class Losses(Middleware):
     def _note(self, broker: Broker, message: MessageProxy, losses: int, most: int) -> None:
         row = None
         try:
+            if patiently(lambda: is_noted(self._ledger, message), "read the row of a lost attempt"):
+                return
             row = patiently(lambda: close_as_lost(self._ledger, message), "close the row of a lost attempt")
         except redis.RedisError as error:
             logger.warning("message %s: its loss is not in the ledger: %s", message.message_id, error)
@@ -106,6 +110,17 @@ class Losses(Middleware):
             most,
         )
         emit(broker, "after_lose_message", message, losses=losses, row=row)
+
+
+def is_noted(ledger: Ledger, message: MessageProxy) -> bool:
+    """Whether the ledger has these losses already: a worker that died after it had noted them never began."""
+    since_ms, noted = message.options.get("requeue_timestamp", 0), 0
+    for row in reversed(ledger.rows(message.message_id)):
+        if row.outcome is not Outcome.lost or (row.closed_ms or 0) < since_ms:
+            break
+        noted += 1
+    losses: int = message.options[LOSSES_OPTION] - message.options.get(NOTED_LOSSES_OPTION, 0)
+    return noted >= losses
 
 
 def close_as_lost(ledger: Ledger, message: MessageProxy) -> Row:

@@ -13,7 +13,7 @@ from dramatiq import Message
 from dramatiq.middleware import Shutdown
 
 from asyncworker import Middleware, Session, actor
-from asyncworker.ledger import Row
+from asyncworker.ledger import Outcome, Row
 from asyncworker.losses import Gate, TooManyLosses
 from asyncworker.testing import FakeEngine, StubWorker, stub_worker
 from tests.waiting import wait_until
@@ -116,7 +116,26 @@ def test_losses_use_up_no_retry(worker: StubWorker) -> None:
 
     message = dramatiq.actor(max_retries=2, min_backoff=1, max_backoff=2, actor_name="plain")(body).message()
     assert worker.run(lost(message, 2)) == "done"
-    assert outcomes(worker, message)[:1] == ["lost"]
+    assert outcomes(worker, message) == ["lost", "failed", "failed", "succeeded"], "and a retry was not lost again"
+
+
+def test_a_loss_is_told_once_also_when_the_worker_that_told_it_dies_before_it_begins(worker: StubWorker) -> None:
+    witness = Witness()
+    worker.broker.add_middleware(witness)
+    message = plain(lambda: "done").message()
+    row = worker.ledger.open(Row(message.message_id, 0, "plain", None, "host:1", opened_ms=10))
+    worker.ledger.close(row.closed(Outcome.lost, 20))
+    assert worker.run(lost(message, 1)) == "done"
+    assert (witness.seen, outcomes(worker, message)) == ([], ["lost", "succeeded"])
+
+
+def test_a_dead_letter_that_was_sent_again_is_lost_anew(worker: StubWorker) -> None:
+    message = plain(lambda: "done").message()
+    row = worker.ledger.open(Row(message.message_id, 0, "plain", None, "host:1", opened_ms=10))
+    worker.ledger.close(row.closed(Outcome.lost, 20))
+    again = message.copy(options={"losses": 1, "requeue_timestamp": 30})
+    assert worker.run(again) == "done"
+    assert outcomes(worker, message) == ["lost", "lost", "succeeded"]
 
 
 class Slow:
