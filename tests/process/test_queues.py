@@ -89,7 +89,7 @@ def test_a_delayed_message_waits_in_the_store_until_it_is_due(store: Store) -> N
     assert (received.message_id, received.queue_name, received.args) == (sent.message_id, QUEUE, ("a",))
     assert "eta" not in received.options
     consumer.ack(received)
-    assert store.ours().do_qsize(QUEUE) == 0
+    wait_until(lambda: store.ours().do_qsize(QUEUE) == 0, "it was forgotten")
 
 
 def test_a_consumer_learns_of_an_earlier_message_while_it_waits_for_a_later_one(store: Store) -> None:
