@@ -6,14 +6,15 @@ A map, top to bottom; each file may import what stands above it in its group or 
     ledger, shielding                           the account of attempts; work that ends although its waiter is cancelled
     visitor                                     who a message was when it first ran
     guard, private_hosts                        what the shipped actors refuse
-    processes, scratch, engines/                whose process or directory is this; what launches a browser
+    lineage, processes, scratch, engines/       whose process or directory is this; what launches a browser
     generation, launching, contexts, browser    one browser; how it and its contexts begin and end; their owner
     watch, loop, runtime                        one attempt on it
     state_dirs, embedded, vetting               the edges: a store to begin with, and whether it will do
     connecting, patience                        how it is reached, and waited for
     settling, heartbeat, alarm                  what is done is told together; who lives; what is due
     attempt_log, accounting                     a log line and a row for each attempt
-    middleware, fitness, retries, prefetch      what fires when, what a worker needs, and how much it takes
+    middleware, losses, retries, fitness        what fires when; which messages are run again; what a worker needs
+    prefetch, supervised                        how much it takes; what stands above it, and hears that it is ready
     consumer                                    what takes messages off a queue
     exchange, delivery                          how a producer asks the store, and has it take messages
     result_watch, results, producing            where results lie, how a loop waits for them, and how it sends
@@ -21,10 +22,12 @@ A map, top to bottom; each file may import what stands above it in its group or 
     speaking, rabbitmq_consumer, rabbitmq       RabbitMQ as the broker
     broker                                      which of them, and the order of its middleware
     actor, deployment, actors                   @actor; the entry of `dramatiq asyncworker.actors`
+    kept_worker, supervisor                     workers that are replaced when they die
     commands, installing, sending               what the command `asyncworker` does,
     broker_checks, doctor                       how it looks at what is there,
     queues, dead_letters, identities, demo/     with its demo
-    terminal, cli_dead_letters, cli_queues, cli its words, and what it prints
+    terminal, cli_dead_letters, cli_queues      its words,
+    cli_reap, cli                               and what it prints
     fakes, testing, pytest_plugin               for users' tests and ours
 
 Browser libraries are imported on use: importing this package costs a producer no 0.4 s.

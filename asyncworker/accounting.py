@@ -42,6 +42,12 @@ WRITE_TIMEOUT_S = 2.0
 ERROR_OPTION = "last_error"
 TRACEBACK_OPTION = "traceback"
 
+#: The option of a message that counts how often it was lost: begun by a worker process that died then.
+LOSSES_OPTION = "losses"
+
+#: What an attempt is at once its page is ready.
+CODE_PHASE = "code"
+
 #: As many frames as Dramatiq's retries keep.
 FRAMES = 30
 
@@ -164,10 +170,12 @@ class Accounting:
         if running.has_met or not running.concerns(identity):
             return
         running.has_met = True
+        running.row = replace(running.row, generation=generation, phase=CODE_PHASE)
         changed = change(running.before, identity)
         if changed is not None:
             logger.warning("message %s (%s): %s", running.row.message_id, running.row.actor, changed)
         elif identity.digest is None:
+            self._note(running)
             return
         running.meet(identity, changed)
         writing = asyncio.ensure_future(asyncio.to_thread(self._write, running))
@@ -197,6 +205,10 @@ class Accounting:
         if not running.failed:
             patiently(lambda: self._ledger.close(row), "close the row of an attempt")
         return True
+
+    def _note(self, running: _Running) -> None:
+        if running.recorded and not running.closed:
+            self._ledger.note(running.row)
 
     def _write(self, running: _Running) -> None:
         with running.writing:

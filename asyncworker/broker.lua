@@ -13,6 +13,8 @@
 --   <namespace>:<queue>.DQ.due                sorted set of delayed ids by when they are due
 --   <namespace>:<queue>.wake                  list that idle consumers block on; what is pushed wakes one of them
 --   <namespace>:<queue>.paused                since when the queue is paused; there is none while it is not
+--   <namespace>:<queue>.losses                hash of id to how often it was lost: begun by a worker that died then
+--   <namespace>:__ahead__.<broker>.<queue>    set of the ids that a broker's worker has fetched ahead and not begun
 --   <namespace>:__queues__                    sorted set of queues by when a worker consumed them last
 --   <namespace>:__sent__.<broker>.<slot>      the first id of what a producer has sent last from this slot, for a while
 --   <namespace>:__beat__                      when any worker of ours last looked for dead ones
@@ -42,11 +44,13 @@ local wake = waiting .. ".wake"
 local dead = waiting .. ".XQ"
 local dead_bodies = dead .. ".msgs"
 local paused = waiting .. ".paused"
+local losses = waiting .. ".losses"
 local heartbeats = namespace .. ":__heartbeats__"
 local consumed = namespace .. ":__queues__"
 local beat = namespace .. ":__beat__"
 local away = namespace .. ":__away__"
 local function acks_of(who, name) return namespace .. ":__acks__." .. who .. "." .. name end
+local function ahead_of(who, name) return namespace .. ":__ahead__." .. who .. "." .. name end
 
 local DAY_MS = 86400000
 local INGESTED_AT_ONCE, DUE_AT_ONCE = 1000, 500
@@ -151,21 +155,42 @@ local function next_due(at)
     return math.max(0, math.ceil(first[2] - at))
 end
 
--- fetch(most, held): {ms to the next delayed message or -1, lost, id, body, id, body, ...}
+-- How often each of these ids was lost: {place, times, place, times, ...}, for those that ever were.
+local function losses_of(ids)
+    local answer = {}
+    if redis.call("exists", losses) == 1 then
+        for i, times in ipairs(redis.call("hmget", losses, unpack(ids))) do
+            if times then
+                answer[#answer + 1] = i - 1
+                answer[#answer + 1] = tonumber(times)
+            end
+        end
+    end
+    return answer
+end
+
+-- fetch(most, held, free, id, ...):
+-- {ms to the next delayed message or -1, astray, losses, id, body, id, body, ...}
 --
--- `held` is how many fetched messages the worker knows of; `lost` is how many more it holds here, since the answer
--- that named them never arrived.
-local function fetch(most, held)
-    local at = now()
+-- `held` is how many fetched messages the worker knows of; `astray` is how many more it holds here, since the answer
+-- that named them never arrived. The first `free` of those that it gets begin at once; the others are fetched ahead,
+-- and the given ids are what it has fetched ahead and has begun meanwhile. What was lost before may have to wait even
+-- then, and so begins when its worker says so.
+local function fetch(most, held, free, ...)
+    local at, ahead = now(), ahead_of(broker, canonical)
     though_full()
     heard_of(at)
     ingest(at)
     release(at)
-    local answer = {0, math.max(0, redis.call("scard", acks_of(broker, canonical)) - held)}
+    if select("#", ...) > 0 then redis.call("srem", ahead, ...) end
+    local answer = {0, math.max(0, redis.call("scard", acks_of(broker, canonical)) - held), {}}
     local ids = is_paused() and {} or redis.call("lrange", waiting, 0, most - 1)
     if #ids > 0 then
         redis.call("sadd", acks_of(broker, canonical), unpack(ids))
+        if #ids > tonumber(free) then redis.call("sadd", ahead, unpack(ids, free + 1)) end
         redis.call("lpop", waiting, #ids)
+        answer[3] = losses_of(ids)
+        for i = 1, #answer[3], 2 do redis.call("sadd", ahead, ids[answer[3][i] + 1]) end
         local found = redis.call("hmget", bodies, unpack(ids))
         for i, id in ipairs(ids) do
             answer[#answer + 1] = id
@@ -186,12 +211,23 @@ if command == "fetch" then return fetch(unpack(ARGV, 4)) end
 
 local commands = {enqueue = enqueue}
 
--- ack(id): 1 when it was this broker's to acknowledge, 0 when another has it, or has dealt with it.
-function commands.ack(id)
-    if redis.call("srem", acks_of(broker, queue), id) == 0 then return 0 end
-    redis.call("hdel", own_bodies, id)
-    return 1
+-- Forgets of these ids what was this broker's; returns for each a 1 when it was this broker's to acknowledge, a 0 when
+-- another has it, or has dealt with it.
+local function ack(ids)
+    local acks, answer, done = acks_of(broker, queue), {}, {}
+    for i, id in ipairs(ids) do
+        answer[i] = redis.call("srem", acks, id)
+        if answer[i] == 1 then done[#done + 1] = id end
+    end
+    if #done > 0 then
+        redis.call("hdel", own_bodies, unpack(done))
+        redis.call("hdel", losses, unpack(done))
+    end
+    return answer
 end
+
+-- ack(id): as above.
+function commands.ack(id) return ack({id})[1] end
 
 -- nack(id): to the dead letters; answers as ack.
 function commands.nack(id)
@@ -203,13 +239,25 @@ function commands.nack(id)
         redis.call("zadd", dead, now(), id)
         redis.call("hdel", own_bodies, id)
     end
+    redis.call("hdel", losses, id)
     redis.call("srem", acks_of(broker, queue), id)
     return 1
 end
 
+-- Notes that messages have their first rows, and forgets the rows of the oldest where there are more messages than may
+-- be. The ledger does the same for rows that it opens (ledger.lua).
+local function remember(keys, kept_ms, most)
+    if #keys == 0 then return end
+    local order = string.match(keys[1], "^(.*):")
+    redis.call("rpush", order, unpack(keys))
+    redis.call("pexpire", order, kept_ms)
+    local more = redis.call("llen", order) - most
+    if more > 0 then redis.call("del", unpack(redis.call("lpop", order, more))) end
+end
+
 -- Writes the row of an attempt that has ended in its place, or as the next; writing it again changes nothing. Returns
--- why it was refused, if it was.
-local function close_row(key, number, text, kept_ms)
+-- why it was refused, if it was. Where it is the first of its message, that is added to `new`.
+local function close_row(key, number, text, kept_ms, new)
     local answer
     if number > 0 then
         answer = redis.pcall("lset", key, number - 1, text)
@@ -217,6 +265,7 @@ local function close_row(key, number, text, kept_ms)
         answer = redis.pcall("lindex", key, -1)
         if answer ~= text and not (type(answer) == "table" and answer.err) then
             answer = redis.pcall("rpush", key, text)
+            if answer == 1 then new[#new + 1] = key end
         end
     end
     local refusal = type(answer) == "table" and answer.err
@@ -227,25 +276,32 @@ local function close_row(key, number, text, kept_ms)
     end
 end
 
--- settle(command, count, id x count, kept_ms, key, number, text, key, number, text, ...): acks or nacks ids and closes
--- rows. Answers for each id as the command does, and then with the position and the reason of each row refused.
+-- settle(command, count, id x count, kept_ms, most, key, number, text, key, number, text, ...): acks or nacks ids and
+-- closes rows, of which those of so many messages are kept for so long. Answers for each id as the command does, and
+-- then with the position and the reason of each row refused.
 --
 -- The ids come first: a store that is full takes what makes room, and then in the same script the rows, too.
-function commands.settle(how, count, ...)
-    local given, answer = {...}, {}
+local function settle(how, count, ...)
+    local given, answer, new = {...}, {}, {}
     count = tonumber(count)
-    for i = 1, count do answer[i] = commands[how](given[i]) end
-    for i = count + 2, #given, 3 do
-        local refusal = close_row(given[i], tonumber(given[i + 1]), given[i + 2], given[count + 1])
+    if how == "ack" then
+        answer = ack({unpack(given, 1, count)})
+    else
+        for i = 1, count do answer[i] = commands[how](given[i]) end
+    end
+    local kept_ms, most = given[count + 1], tonumber(given[count + 2])
+    for i = count + 3, #given, 3 do
+        local refusal = close_row(given[i], tonumber(given[i + 1]), given[i + 2], kept_ms, new)
         if refusal then
-            answer[#answer + 1] = (i - count - 2) / 3
+            answer[#answer + 1] = (i - count - 3) / 3
             answer[#answer + 1] = refusal
         end
     end
+    remember(new, kept_ms, most)
     return answer
 end
 
-if command == "settle" then return commands.settle(unpack(ARGV, 4)) end
+if command == "settle" then return settle(unpack(ARGV, 4)) end
 
 -- Puts ids at the front of a list, the first of them first.
 local function push_front(list, ids)
@@ -263,28 +319,34 @@ local function put_back(ids)
     end
     push_front(waiting, there)
     redis.call("srem", acks, unpack(ids))
+    redis.call("srem", ahead_of(broker, queue), unpack(ids))
     if #there > 0 then wake_one() end
     return #there
 end
 
--- Gives back what a dead broker's worker has fetched under a queue's name; returns how many.
-local function take_from(who, name, its_bodies, its_list)
-    local acks = acks_of(who, name)
+-- Gives back what a dead broker's worker has fetched under a queue's name; returns how many. What it had begun is
+-- lost, and counted, where that is known: of a worker of ours that has not stopped in order.
+local function take_from(who, name, its_bodies, its_list, is_known)
+    local acks, ahead = acks_of(who, name), ahead_of(who, name)
     local ids = {}
     for _, id in ipairs(redis.call("smembers", acks)) do
         if redis.call("hexists", its_bodies, id) == 1 then ids[#ids + 1] = id end
     end
     push_front(its_list, ids)
-    redis.call("del", acks)
+    for _, id in ipairs(is_known and ids or {}) do
+        if redis.call("sismember", ahead, id) == 0 then redis.call("hincrby", losses, id, 1) end
+    end
+    redis.call("del", acks, ahead)
     return #ids
 end
 
 -- Was a broker not heard of for so long that its worker is dead?
 --
 -- Dramatiq's consumers say nothing while their worker is busy, so more is waited for before one is taken for dead.
+local function is_ours(who) return string.sub(who, 1, 12) == "asyncworker-" end
+
 local function is_silent(who, heard_at, at, timeout, plain_timeout)
-    local is_ours = string.sub(who, 1, 12) == "asyncworker-"
-    return tonumber(heard_at) <= at - (is_ours and timeout or plain_timeout)
+    return tonumber(heard_at) <= at - (is_ours(who) and timeout or plain_timeout)
 end
 
 local function is_dead_since(id, died)
@@ -292,10 +354,12 @@ local function is_dead_since(id, died)
 end
 
 local function drop_bodies(its_bodies, ids)
-    if #ids > 0 then redis.call("hdel", its_bodies, unpack(ids)) end
+    if #ids > 0 then
+        redis.call("hdel", its_bodies, unpack(ids))
+        redis.call("hdel", losses, unpack(ids))
+    end
     return #ids
 end
-
 
 -- ring(): serves what is due, and wakes one consumer for it.
 function commands.ring()
@@ -304,6 +368,12 @@ function commands.ring()
     ingest(at)
     release(at)
     if redis.call("llen", waiting) > 0 and redis.call("llen", wake) == 0 then wake_one() end
+end
+
+-- begin(id): what was lost before begins now.
+function commands.begin(id)
+    though_full()
+    redis.call("srem", ahead_of(broker, queue), id)
 end
 
 -- rewrite(id, body): another body for what this broker has fetched; answers as ack.
@@ -358,8 +428,10 @@ function commands.recover(timeout, plain_timeout, dead_ttl)
     local latest = was_away(at, timeout) and LEFT or at - timeout
     local recovered = 0
     for _, who in ipairs(redis.call("zrangebyscore", heartbeats, "-inf", latest)) do
-        if is_silent(who, redis.call("zscore", heartbeats, who), at, timeout, plain_timeout) then
-            recovered = recovered + take_from(who, canonical, bodies, waiting)
+        local heard_at = redis.call("zscore", heartbeats, who)
+        if is_silent(who, heard_at, at, timeout, plain_timeout) then
+            local is_known = is_ours(who) and tonumber(heard_at) ~= LEFT
+            recovered = recovered + take_from(who, canonical, bodies, waiting, is_known)
             recovered = recovered + take_from(who, canonical .. ".DQ", delayed_bodies, delayed)
             if #redis.call("keys", acks_of(who, "*")) == 0 then redis.call("zrem", heartbeats, who) end
         end
@@ -380,8 +452,8 @@ function commands.leave()
 end
 
 function commands.purge()
-    redis.call("del", waiting, bodies, delayed, delayed_bodies, due, wake, dead, dead_bodies,
-        acks_of(broker, canonical), acks_of(broker, canonical .. ".DQ"))
+    redis.call("del", waiting, bodies, delayed, delayed_bodies, due, wake, dead, dead_bodies, losses,
+        acks_of(broker, canonical), acks_of(broker, canonical .. ".DQ"), ahead_of(broker, canonical))
 end
 
 -- qsize(): everything of the queue that is not acknowledged, delayed messages too.

@@ -22,7 +22,8 @@ have what Celery's signals give:
     worker_process_shutdown   after_worker_shutdown(broker, worker)
     ========================  ==========================================================================
 
-All are Dramatiq's own but `after_receive_message` and `after_retry_message`, which Dramatiq lacks.
+All are Dramatiq's own but `after_receive_message` and `after_retry_message`, which Dramatiq lacks. A third of ours,
+`after_lose_message`, is called by the next worker that has a message whose worker process had died under it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from dramatiq.middleware import Middleware as DramatiqMiddleware
 from dramatiq.middleware import MiddlewareError
 
 from asyncworker import processes, scratch
-from asyncworker.accounting import Accounting, keep_in_dead_letter, now_ms, outcome_of
+from asyncworker.accounting import LOSSES_OPTION, Accounting, keep_in_dead_letter, now_ms, outcome_of
 from asyncworker.engines import Engine
 from asyncworker.errors import AsyncworkerError, EngineError
 from asyncworker.heartbeat import consumed_queues
@@ -76,13 +77,21 @@ CHECK_TIMEOUT_MS = 10_000
 
 
 class Middleware(DramatiqMiddleware):
-    """Dramatiq's middleware with the two hooks that it lacks beside Celery's signals."""
+    """Dramatiq's middleware with the two hooks that it lacks beside Celery's signals, and one for lost messages."""
 
     def after_receive_message(self, broker: Broker, message: MessageProxy) -> None:
         """Called when this worker has taken a message from its queue, before it waits for a thread."""
 
     def after_retry_message(self, broker: Broker, message: MessageProxy, *, exception: BaseException) -> None:
         """Called after a failed message was enqueued again; its option `retries` counts from 1."""
+
+    def after_lose_message(self, broker: Broker, message: MessageProxy, *, losses: int, row: Row | None) -> None:
+        """Called before the next attempt of a message whose worker process had died under it.
+
+        Parameters:
+            losses: How often that has happened.
+            row: The attempt's, with its worker, seed and last phase; None: the ledger was not to be had.
+        """
 
 
 class BootFailed(MiddlewareError):
@@ -179,13 +188,13 @@ class BrowserMiddleware(Middleware):
         self._accounting.start()
         threading.Thread(target=self._sweep, name="asyncworker-sweep", daemon=True).start()
         self._runtime.limit(self.settings.slots or DEFAULT_SLOTS)
-        if _serves_sessions(broker, worker):
+        if serves_sessions(broker, worker):
             self._trim(worker)
             self._check_engine()
         worker.queue_prefetch = worker.worker_threads  # no message waits here while another worker is idle
 
     def after_worker_boot(self, broker: Broker, worker: Worker) -> None:
-        if self.settings.warm and _serves_sessions(broker, worker):
+        if self.settings.warm and serves_sessions(broker, worker):
             threading.Thread(target=self._warm, name="asyncworker-warm", daemon=True).start()
 
     def after_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
@@ -268,7 +277,8 @@ class BrowserMiddleware(Middleware):
             worker=self.worker_id,
             opened_ms=now_ms(),
         )
-        row = self._accounting.begin(message, row, at_once=bool(actor.options.get(SESSION_OPTION)))
+        at_once = bool(actor.options.get(SESSION_OPTION) or message.options.get(LOSSES_OPTION))
+        row = self._accounting.begin(message, row, at_once=at_once)
         current_attempt.set(_attempt(row, limit_ms))
 
     def after_process_message(
@@ -313,7 +323,7 @@ def _attempt(row: Row, limit_ms: float) -> Attempt:
     return Attempt(row.seed, row.message_id, row.actor, row.attempt, deadline)
 
 
-def _serves_sessions(broker: Broker, worker: Worker) -> bool:
+def serves_sessions(broker: Broker, worker: Worker) -> bool:
     """True when one of the worker's queues belongs to an actor that receives a session."""
     queues = {actor.queue_name for actor in broker.actors.values() if actor.options.get(SESSION_OPTION)}
     return bool(queues & consumed_queues(broker, worker))

@@ -127,7 +127,21 @@ def kill_launch(token: Token, *, timeout_ms: int = 5_000) -> int:
 
 def sweep(*, timeout_ms: int = 5_000) -> int:
     """Kill the drivers and browsers whose worker process is dead. Blocks: call it in a thread."""
-    return kill(lambda token: token.role in WORKERS_ROLES and token.owner_is_gone(), timeout_ms=timeout_ms)
+    return kill(_is_left_over, timeout_ms=timeout_ms)
+
+
+def left_over() -> list[tuple[psutil.Process, Token]]:
+    """What a sweep would kill, each with the token that it stands under."""
+    carried = {process: _token_of(process) for process in carriers(_is_left_over) if _lives(process)}
+    # A helper that has overwritten its environment is told by the carrier that shares its session.
+    of_session = {_session_of(process.pid): token for process, token in carried.items() if token is not None}
+    found = ((process, token or of_session.get(_session_of(process.pid))) for process, token in carried.items())
+    return [(process, token) for process, token in found if token is not None]
+
+
+def session_members(session: int) -> list[psutil.Process]:
+    """The live processes of a session (setsid)."""
+    return [one for one in psutil.process_iter() if _session_of(one.pid) == session and _lives(one)]
 
 
 def lives(pid: int) -> bool:
@@ -144,6 +158,10 @@ def up_since() -> float:
         return psutil.Process().create_time()
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - _born(psutil.Process()) / os.sysconf("SC_CLK_TCK")
     return time.time() - age
+
+
+def _is_left_over(token: Token) -> bool:
+    return token.role in WORKERS_ROLES and token.owner_is_gone()
 
 
 def _processes() -> Iterator[tuple[psutil.Process, Token | None]]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
 import redis
-from dramatiq import Message
+from dramatiq import Message, MessageProxy
 from dramatiq.brokers.redis import RedisBroker
 from dramatiq.common import current_millis, dq_name
 
@@ -19,7 +19,7 @@ from asyncworker.consumer import WorkerConsumer
 from asyncworker.delivery import Delivery, Item, Shipment, Undelivered
 from asyncworker.errors import BrokerUnavailable, ConfigurationError
 from asyncworker.exchange import Exchange, ask_together
-from asyncworker.ledger import KEPT_MS, ClosedRow, text
+from asyncworker.ledger import KEPT, ClosedRow, text
 from asyncworker.patience import Patience, PatientAfterAttempts, patiently
 from asyncworker.producing import ProducerBroker, ToSend
 from asyncworker.settling import Settled, Settling
@@ -116,36 +116,55 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         )
         return recovered
 
-    def fetch(self, client: redis.Redis, queue_name: str, most: int, held: int, wait_s: float) -> list[Any]:
+    def fetch(
+        self,
+        client: redis.Redis,
+        queue_name: str,
+        most: int,
+        *,
+        held: int,
+        free: int,
+        begun: Sequence[str] = (),
+        wait_s: float,
+    ) -> list[Any]:
         """Take messages off a queue, in one round trip with the wait for them.
 
         Parameters:
             client: A connection of the caller's own (`client.client()`).
             held: How many fetched messages the caller knows of.
+            free: How many of these messages begin at once; the others are fetched ahead.
+            begun: The ids of what was fetched ahead and has begun since the last fetch.
             wait_s: How long to wait to be woken first; 0: not at all.
 
         Returns:
             Milliseconds to the next delayed message or -1; how many fetched messages the caller does not know of;
-            then an id and a body for each message.
+            how often messages were lost: a list of a place and a number in turn, for those that ever were; then an id
+            and a body for each message.
         """
-        command = ("EVALSHA", self._script.sha, 1, self.namespace, "fetch", queue_name, self.broker_id, most, held)
+        words = (most, held, free, *begun)
+        command = ("EVALSHA", self._script.sha, 1, self.namespace, "fetch", queue_name, self.broker_id, *words)
         # What follows a wait is done when that is over.
         wait = ("BLPOP", self.wake_key(queue_name), wait_s)
         answer = ask_together(client, [wait, command] if wait_s > 0 else [command])[-1]
         if isinstance(answer, redis.exceptions.NoScriptError):
-            return list(self.do_fetch(queue_name, most, held))  # loads it
+            return list(self.do_fetch(queue_name, *words))  # loads it
         if isinstance(answer, Exception):
             raise answer
         return list(answer)
+
+    def begin(self, message: MessageProxy) -> None:
+        """Say that this worker begins a message which was lost before: from now on it may be lost again."""
+        identifier = message.options["redis_message_id"]
+        patiently(lambda: self.do_begin(message.queue_name, identifier), "begin a lost message", self.patience)
 
     def _ring(self, queue_name: str) -> None:
         self.do_ring(queue_name)
 
     def _settle(self, queue_name: str, rejected: bool, identifiers: list[str], rows: list[ClosedRow]) -> Settled:
         written = [part for row in rows for part in (row.key, row.number, row.text)]
-        answer = self.do_settle(
-            queue_name, "nack" if rejected else "ack", len(identifiers), *identifiers, KEPT_MS, *written
-        )
+        kept = rows[0].kept if rows else KEPT
+        how = "nack" if rejected else "ack"
+        answer = self.do_settle(queue_name, how, len(identifiers), *identifiers, kept.ms, kept.messages, *written)
         were_ours, refused = answer[: len(identifiers)], answer[len(identifiers) :]
         return Settled(
             [bool(each) for each in were_ours],

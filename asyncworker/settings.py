@@ -170,9 +170,27 @@ class Settings(BaseSettings):
     stop_timeout_ms: Millis = Field(
         30_000, description="for attempts still running at the end of a shutdown, before they are cancelled"
     )
+    crash_loop_deaths: int = Field(
+        5, ge=1, le=1_000, description="deaths of a worker in a row before `asyncworker up` gives up"
+    )
+    crash_loop_ready_ms: Millis = Field(
+        5_000, description="a worker that was ready for this long before it died begins a new row"
+    )
     send_timeout_ms: Millis = Field(10_000, description="for the broker to take a message from a producer")
     heartbeat_timeout_ms: Annotated[Millis, Field(ge=1_000)] = Field(
         15_000, description="a worker that was not heard of for this long is dead, and its messages are run elsewhere"
+    )
+    max_losses: int = Field(
+        3,
+        ge=1,
+        description="so often the worker process may die under a message before that is dead-lettered, unless the "
+        "actor sets it",
+    )
+    ledger_age_ms: Millis = Field(
+        24 * 3_600_000, description="how long the ledger keeps the attempts of a message after the last of them"
+    )
+    ledger_messages: int = Field(
+        1_000_000, ge=1, description="of so many messages the ledger keeps the attempts; the oldest are forgotten first"
     )
     result_ttl_ms: Millis = Field(600_000, description="how long results are kept, unless the actor sets it")
 
@@ -275,6 +293,11 @@ def child_environment(**extra: str) -> dict[str, str]:
     """The environment for a browser, a driver or a server: without our settings, which may hold passwords."""
     environ = os.environ.copy()  # noqa: TID251 -- this module is the one reader
     return {name: text for name, text in environ.items() if not name.upper().startswith(PREFIX)} | extra
+
+
+def worker_environment(**extra: str) -> dict[str, str]:
+    """The environment for a worker process, which reads the same settings as this process."""
+    return os.environ.copy() | extra  # noqa: TID251 -- this module is the one reader
 
 
 def foreign(variable: str) -> str:

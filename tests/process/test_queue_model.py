@@ -202,7 +202,7 @@ class Fleet(RuleBasedStateMachine):
     def lose_an_answer(self, worker: int, lost: int) -> None:
         """The store has given messages to a worker that has not heard of it."""
         with self.refusable():
-            self.workers[worker].do_fetch(QUEUE, lost, 99)
+            self.workers[worker].do_fetch(QUEUE, lost, 99, lost)
 
     @precondition(lambda self: any(self.running.values()))
     @rule(worker=st.integers(0, 1), fails=st.booleans())
@@ -386,6 +386,14 @@ class Fleet(RuleBasedStateMachine):
         announced = set(self.ids(WAITING)) - self.unannounced
         if announced and not self.client.exists(f"{WAITING}.paused"):
             assert self.client.llen(WAKE) > 0
+
+    @invariant()
+    def nothing_is_counted_of_what_is_done(self) -> None:
+        counted = {each.decode() for each in self.client.hkeys(f"{WAITING}.losses")}
+        assert counted <= self.expected - self.dead
+        for worker in (0, 1):
+            ahead = {each.decode() for each in self.client.smembers(self.acks(worker).replace("__acks__", "__ahead__"))}
+            assert ahead & self.expected <= set(self.ids(self.acks(worker)))
 
     @invariant()
     def each_worker_knows_of_what_it_runs_and_holds(self) -> None:

@@ -22,18 +22,18 @@ errors
 identity urls stores settings shielding
 ledger guard visitor
 private_hosts
-processes scratch
+lineage processes scratch
 engines.capabilities engines.importing engines.profile engines.lifeline engines.storage_state engines.invisible_client
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
 generation launching contexts browser watch loop runtime
 state_dirs embedded vetting connecting patience settling alarm heartbeat
-attempt_log accounting middleware retries fitness
+attempt_log accounting middleware losses retries fitness supervised
 prefetch consumer exchange delivery result_watch results producing redis_broker
 speaking rabbitmq_consumer rabbitmq broker actor
 asyncworker
-deployment actors
+deployment actors kept_worker supervisor
 broker_checks commands installing doctor sending queues dead_letters identities demo demo.site demo.run
-terminal cli_dead_letters cli_queues cli __main__
+terminal cli_dead_letters cli_queues cli_reap cli __main__
 fakes testing pytest_plugin
 """
 
