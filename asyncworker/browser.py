@@ -119,7 +119,9 @@ class BrowserHost:
         self._announce()
         await self.recycler.end()
         for generation in list(self._live.values()):
-            self.retire(generation)
+            generation.retired = True
+            if generation.key not in self._launches:  # else the next one, once up, takes over to be closed as well
+                self.retire(generation)
         for generation in list(self._up):
             self._end(generation)
         if self._launches:

@@ -258,6 +258,7 @@ async def test_where_one_browser_is_all_that_may_be_up_identities_go_on_taking_t
 ) -> None:
     engine = FakeEngine(one_identity_each=True)
     async with scene(tmp_path, engine, max_browsers=1, browser_wait_ms=2_000, recycle_after=1) as here:
+        assert here.recycled == 0
         async with here.host.context(SEED):
             await here.replaced_by(2)
             for seed in (2, 3, 1, 2):
@@ -269,6 +270,7 @@ async def test_where_one_browser_is_all_that_may_be_up_identities_go_on_taking_t
 async def test_a_full_browser_is_replaced_too_and_those_that_wait_for_it_take_the_next_one(tmp_path: Path) -> None:
     engine = FakeEngine(max_contexts=1)
     async with scene(tmp_path, engine, max_browsers=1, recycle_after=1, browser_wait_ms=2_000) as here:
+        assert here.recycled == 0
         async with here.host.context(SEED):
             assert await here.use() == 2
 
@@ -341,3 +343,4 @@ async def test_a_host_that_is_closed_while_a_browser_is_replaced_closes_both(tmp
         await eventually(lambda: here.engine.begun["launch"] == 2, "the next one is launched")
         await here.host.close()
         assert [browser.alive for browser in here.engine.browsers] == [False, False]
+        assert here.recycled == 1, "each launch but the first is one"
