@@ -7,7 +7,8 @@ A map, top to bottom; each file may import what stands above it in its group or 
     visitor                                     who a message was when it first ran
     guard, private_hosts                        what the shipped actors refuse
     lineage, processes, scratch, engines/       whose process or directory is this; what launches a browser
-    generation, launching, contexts, browser    one browser; how it and its contexts begin and end; their owner
+    generation, launching, contexts             one browser; how it and its contexts begin and end
+    turn, recycling, browser                    when it is replaced; the owner of all
     watch, loop, runtime                        one attempt on it
     state_dirs, embedded, vetting               the edges: a store to begin with, and whether it will do
     connecting, patience                        how it is reached, and waited for

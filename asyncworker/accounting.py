@@ -23,7 +23,7 @@ from dramatiq.brokers.redis import RedisBroker
 from dramatiq.middleware import Shutdown, TimeLimitExceeded
 
 from asyncworker.attempt_log import AttemptLog
-from asyncworker.errors import BrowserCrashed, ExitDrifted, PageCrashed, RefusedMessage
+from asyncworker.errors import BrowserCrashed, BrowserRecycled, ExitDrifted, PageCrashed, RefusedMessage
 from asyncworker.identity import Identity
 from asyncworker.ledger import Ledger, Outcome, Row
 from asyncworker.patience import patiently
@@ -227,7 +227,7 @@ def outcome_of(exception: BaseException | None) -> Outcome:
             return Outcome.succeeded
         case TimeLimitExceeded():
             return Outcome.timed_out
-        case Shutdown():
+        case Shutdown() | BrowserRecycled():
             return Outcome.interrupted
         case BrowserCrashed() | PageCrashed():
             return Outcome.crashed

@@ -78,7 +78,7 @@ class Contexts:
         except BaseException:
             opening.add_done_callback(lambda done: self._opened_too_late(generation, done))
             raise
-        self._counts["contexts_opened"] += 1
+        self._opened(generation)
         try:
             page = await self._step(generation, "page", context.new_page())
         except BaseException:
@@ -127,7 +127,7 @@ class Contexts:
             if lease is None:
                 return await new_context(**options)
             context = await launched.new_context(lease.identity, options)
-            self._counts["contexts_opened"] += 1
+            self._opened(generation)
             lease.others.append(context)
             return context
 
@@ -147,10 +147,14 @@ class Contexts:
             lease.others.remove(context)
             self._spawn(self.close(lease.generation, context))
 
+    def _opened(self, generation: Generation) -> None:
+        generation.contexts += 1
+        self._counts["contexts_opened"] += 1
+
     def _opened_too_late(self, generation: Generation, opening: asyncio.Future[BrowserContext]) -> None:
         """The message has given up; its context is closed as soon as it exists."""
         if not opening.cancelled() and opening.exception() is None:
-            self._counts["contexts_opened"] += 1
+            self._opened(generation)
             self._spawn(self.close(generation, opening.result()))
 
     def _wedged(self, generation: Generation) -> None:

@@ -16,6 +16,7 @@
     │   ├── LaunchFailed          no browser came up in time
     │   │   └── EngineMissing     there is nothing to launch
     │   ├── BrowserCrashed        the browser died under the attempt
+    │   │   └── BrowserRecycled   it was ended under the attempt, to be replaced
     │   ├── PageCrashed           only this page's renderer died
     │   ├── ExitDrifted           the proxy's exit changed under the browser
     │   ├── PhaseTimeout          a step of ours took too long (its name is in `phase`)
@@ -170,6 +171,13 @@ class BrowserCrashed(EngineError):
     """The browser died under this attempt; it is retried with the same seed on a new one.
 
     Not raised for a crash of another page in the same browser, nor for the death of the worker process.
+    """
+
+
+class BrowserRecycled(BrowserCrashed):
+    """A browser that is replaced was ended under this attempt; it is retried with the same seed, at no cost.
+
+    Raised when the attempt outlasts ASYNCWORKER_RECYCLE_DRAIN_MS, which is longer than its time limit unless set.
     """
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from asyncworker.engines import Fault
+from asyncworker.engines import Fault, Launched
 from asyncworker.engines.capabilities import Capability, check_options
 from asyncworker.errors import LaunchFailed
 from asyncworker.identity import Identity
@@ -174,6 +174,8 @@ class FakeBrowser(_Emitter):
         self.alive = True
         #: Calls that were cancelled and still hold the browser up, as invisible_playwright's do.
         self.abandoned = 0
+        #: What its processes would hold.
+        self.memory_mb = 0.0
         self._open = self.new_context
         self._lost: Callable[[str], None] | None = None
 
@@ -242,6 +244,9 @@ class FakeLaunched:
     def abandoned(self) -> int:
         return self._fake.abandoned
 
+    async def memory_mb(self, enough_mb: float) -> float:
+        return self._fake.memory_mb
+
 
 class FakeEngine:
     """An engine without a browser.
@@ -252,6 +257,7 @@ class FakeEngine:
         fail_launches: How many of the next launches fail.
         delays: Seconds that a step takes, by its name: launch, new_context, new_page, page, close_context, close.
             `math.inf` never ends.
+        renewed: The browsers with which the next one was to share nothing.
         begun: How often each of these steps has begun.
         capabilities: What it can do; without one of them it refuses the options that need it.
         drawn_by: What it says draws its identities; with another value each seed is another visitor.
@@ -266,6 +272,7 @@ class FakeEngine:
         self.fail_launches = 0
         self.delays: dict[str, float] = {}
         self.begun: Counter[str] = Counter()
+        self.renewed: list[Any] = []
         self.drawn_by = "fake 1"
         self.capabilities = frozenset(Capability)
         self._one_identity_each = one_identity_each
@@ -301,6 +308,9 @@ class FakeEngine:
         browser = FakeBrowser(self, identity)
         self.browsers.append(browser)
         return FakeLaunched(browser)
+
+    def renew(self, launched: Launched) -> None:
+        self.renewed.append(launched.browser)
 
     def classify(self, error: BaseException) -> Fault | None:
         return Fault.gone if isinstance(error, FakeBrowserError) else None

@@ -213,6 +213,7 @@ class Runtime:
         """Playwright's own time limits end soon after the message's, which comes first: it is the error to see."""
         limit = self.settings.page_timeout_ms
         if attempt.deadline is not None:
+            lease.generation.busy_until = max(lease.generation.busy_until, attempt.deadline)
             left = round((attempt.deadline - asyncio.get_running_loop().time()) * 1000)
             limit = max(1, min(limit, left + AFTER_DEADLINE_MS))
         lease.context.set_default_timeout(limit)

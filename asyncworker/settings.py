@@ -82,6 +82,7 @@ def _absolute(path: Path) -> Path:
 Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_words)]
 CommandWords = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_command_words)]
 Millis = Annotated[int, Field(ge=1, le=7 * 24 * 3_600_000)]
+MillisOrNever = Annotated[int, Field(ge=0, le=7 * 24 * 3_600_000)]
 DirectoryPath = Annotated[Path, AfterValidator(_absolute)]
 
 
@@ -143,7 +144,9 @@ class Settings(BaseSettings):
         le=64,
         description=f"contexts at once in one process; none: threads, {DEFAULT_SLOTS} at most",
     )
-    max_browsers: int = Field(2, ge=1, le=64, description="browsers at once in one process")
+    max_browsers: int = Field(
+        2, ge=1, le=64, description="browsers at once in one process; one more while one is replaced"
+    )
     warm: bool = Field(False, description="launch the browser at boot, not at the first message")
 
     output_dir: DirectoryPath = Field(Path("output"), description="where the shipped actors may write files")
@@ -191,6 +194,21 @@ class Settings(BaseSettings):
     )
     ledger_messages: int = Field(
         1_000_000, ge=1, description="of so many messages the ledger keeps the attempts; the oldest are forgotten first"
+    )
+    recycle_after: Annotated[int, Field(ge=0)] = Field(
+        1_000, description="contexts after which a browser, and its driver, is replaced by a new one; 0: never"
+    )
+    recycle_age_ms: MillisOrNever = Field(3_600_000, description="age at which a browser is replaced; 0: never")
+    recycle_memory_mb: Annotated[int, Field(ge=0)] = Field(
+        2_000,
+        description="memory of all processes of a browser, its pages' and its driver's too, at which it is replaced; "
+        "0: never",
+    )
+    recycle_check_ms: Millis = Field(10_000, description="between two looks at the age and the memory of browsers")
+    recycle_drain_ms: Millis | None = Field(
+        None,
+        description="for the contexts of a browser that is replaced to end, before they are ended and their messages "
+        "run again; none: longer than any of their time limits",
     )
     result_ttl_ms: Millis = Field(600_000, description="how long results are kept, unless the actor sets it")
 

@@ -50,6 +50,8 @@ class Driver:
         #: Where it and its browsers write for the moment; removed with it.
         self.directory = directory
         self.lost = False
+        #: How many browsers use it, those being launched included.
+        self.users = 0
         self._drain = drain
         self._callbacks: list[Callable[[], None]] = []
         self._stopping = False

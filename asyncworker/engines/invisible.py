@@ -18,7 +18,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from asyncworker import processes
-from asyncworker.engines import Fault, capabilities, classify_by_name, invisible_client, profile, storage_state
+from asyncworker.engines import (
+    Fault,
+    Launched,
+    capabilities,
+    classify_by_name,
+    invisible_client,
+    profile,
+    storage_state,
+)
 from asyncworker.engines.finding import Found, find, needs_xvfb, which
 from asyncworker.engines.lifeline import Lifeline
 from asyncworker.errors import EngineMissing, LaunchFailed
@@ -79,6 +87,9 @@ class InvisibleBrowser:
         capabilities.refuse_tracing_stop(InvisibleEngine.name, context)
         return context
 
+    async def memory_mb(self, enough_mb: float) -> float:
+        return await asyncio.to_thread(processes.memory_mb, lambda token: token == self._token, enough_mb=enough_mb)
+
     async def close(self, timeout_ms: int) -> None:
         self._lifeline.cut()
         closing = asyncio.ensure_future(self.browser.close())
@@ -134,6 +145,9 @@ class InvisibleEngine:
                 engine=self.name,
             )
         return launching.result()
+
+    def renew(self, launched: Launched) -> None:
+        """Its browsers share nothing."""
 
     def classify(self, error: BaseException) -> Fault | None:
         return classify_by_name(error)

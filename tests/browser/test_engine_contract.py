@@ -328,3 +328,18 @@ def _no_more(before: tuple[Counter[str], int], now: tuple[Counter[str], int]) ->
     """The loop's own pool may grow up to its size."""
     names = {name for name in now[0] if not name.startswith("asyncio")}
     return all(now[0][name] <= before[0][name] for name in names) and now[1] <= before[1]
+
+
+async def test_a_browser_that_has_had_its_contexts_is_replaced_beside_a_message_that_goes_on(
+    subject: Subject, site: BehaviourSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where the lock is
+    host = subject.host(recycle_after=1, recycle_memory_mb=0, max_browsers=1)
+    async with host.context(SEED) as lease:
+        await eventually(lambda: host.counts["browsers_recycled"] == 1, "the next one has taken over")
+        async with host.context(SEED) as other:
+            assert other.generation.number == 2
+        await lease.page.goto(site.product_url(1))
+        assert "No. 1" in await lease.page.title()
+    await eventually(lambda: lease.generation.ending is not None and lease.generation.ending.done(), "it has ended")
+    assert host.counts["browsers_lost"] == 0

@@ -25,7 +25,7 @@ private_hosts
 lineage processes scratch
 engines.capabilities engines.importing engines.profile engines.lifeline engines.storage_state engines.invisible_client
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
-generation launching contexts browser watch loop runtime
+generation launching contexts turn recycling browser watch loop runtime
 state_dirs embedded vetting connecting patience settling alarm heartbeat
 attempt_log accounting middleware losses retries fitness supervised
 prefetch consumer exchange delivery result_watch results producing redis_broker

@@ -263,7 +263,7 @@ async def test_a_browser_that_is_retired_but_still_used_counts_as_one_that_is_up
     engine = FakeEngine(one_identity_each=True)
     host = host_of(engine, max_browsers=1)
     async with host.context(SEED) as lease:
-        host._retire(lease.generation)
+        host.retire(lease.generation)
         waiting = asyncio.create_task(use(host))
         await asyncio.sleep(0)
         assert engine.begun["launch"] == 1
