@@ -3,18 +3,21 @@
 A map, top to bottom; each file may import what stands above it in its group or in an earlier group:
 
     errors, identity, urls, stores, settings     core: no queue, no browser library
-    ledger, shielding                           the account of attempts; work that ends although its waiter is cancelled
+    ending                                      who still calls a session that is over is told so
+    ledger                                      the account of attempts
+    shielding, threads                          work that ends although its waiter is cancelled, or that blocks
     visitor                                     who a message was when it first ran
     guard, private_hosts                        what the shipped actors refuse
     lineage, processes, scratch, engines/       whose process or directory is this; what launches a browser
     generation, launching, contexts             one browser; how it and its contexts begin and end
     turn, recycling, browser                    when it is replaced; the owner of all
-    watch, loop, runtime                        one attempt on it
+    lending, watch, loop, runtime               one attempt on it
     state_dirs, embedded, vetting               the edges: a store to begin with, and whether it will do
     connecting, patience                        how it is reached, and waited for
     settling, heartbeat, alarm                  what is done is told together; who lives; what is due
     attempt_log, accounting                     a log line and a row for each attempt
-    middleware, losses, retries, fitness        what fires when; which messages are run again; what a worker needs
+    middleware, time_limit, watchdog            what fires when; how long code may run, and what if it does not end
+    losses, retries, fitness                    which messages are run again; what a worker needs
     prefetch, supervised                        how much it takes; what stands above it, and hears that it is ready
     consumer                                    what takes messages off a queue
     exchange, delivery                          how a producer asks the store, and has it take messages

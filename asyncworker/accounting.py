@@ -28,6 +28,7 @@ from asyncworker.identity import Identity
 from asyncworker.ledger import Ledger, Outcome, Row
 from asyncworker.patience import patiently
 from asyncworker.runtime import Attempt
+from asyncworker.threads import in_thread
 from asyncworker.visitor import Visitor, change
 
 logger = logging.getLogger("asyncworker.worker")
@@ -157,7 +158,7 @@ class Accounting:
         running = self._open.get((attempt.message_id, attempt.number))
         if running is None or running.recorded or running.failed:
             return attempt
-        await asyncio.to_thread(self._record, running)
+        await in_thread(self._record, running)
         self._open[running.key] = running
         return replace(attempt, number=running.row.attempt)
 
@@ -178,7 +179,7 @@ class Accounting:
             self._note(running)
             return
         running.meet(identity, changed)
-        writing = asyncio.ensure_future(asyncio.to_thread(self._write, running))
+        writing = asyncio.ensure_future(in_thread(self._write, running))
         await asyncio.wait({writing}, timeout=WRITE_TIMEOUT_S)  # a store that hangs is waited for by `close`
 
     def close(self, outcome: Outcome, exception: BaseException | None, *, at_ms: int) -> bool:

@@ -45,6 +45,8 @@ class SessionActor(dramatiq.Actor[P, R]):
     def __init__(self, fn: _Function[P, R], *, broker: Broker, options: dict[str, Any], **how: Any) -> None:
         self.fn_async = fn
         self._context_options = options.get(CONTEXT_OPTION) or {}
+        # What a context has recorded is written when it closes, and the result may name it.
+        self._is_recorded = any(name.startswith("record_") for name in self._context_options)
         self._signature = _signature(fn)
         self._takes_seed = _takes(self._signature, "seed")
         super().__init__(self._run_in_session(fn), broker=broker, options=options, **how)
@@ -156,7 +158,9 @@ class SessionActor(dramatiq.Actor[P, R]):
             checked_seed(kwargs.get("seed"))
             if not self._takes_seed:
                 kwargs.pop("seed", None)
-            async with runtime.session(attempt, context_options=self._context_options) as session:
+            async with runtime.session(
+                attempt, context_options=self._context_options, close_behind=not self._is_recorded
+            ) as session:
                 return await fn(session, *args, **kwargs)
 
         run.__name__, run.__module__ = fn.__name__, fn.__module__

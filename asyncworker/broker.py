@@ -16,7 +16,6 @@ from dramatiq.middleware import (
     CurrentMessage,
     Pipelines,
     ShutdownNotifications,
-    TimeLimit,
 )
 from dramatiq.middleware import Middleware as DramatiqMiddleware
 from dramatiq.results import Results
@@ -37,13 +36,12 @@ from asyncworker.results import PatientResults
 from asyncworker.retries import Retries
 from asyncworker.settings import Settings, load
 from asyncworker.supervised import Supervised
+from asyncworker.time_limit import TimeLimit
 from asyncworker.urls import SecretUrl
+from asyncworker.watchdog import Watchdog
 
 #: The deployment's seed, drawn by whoever asks first.
 SEED_KEY = "asyncworker:seed"
-
-#: Time limits are checked this often. Dramatiq's default of a second is long beside a page that takes 0.1 s.
-TIME_LIMIT_CHECK_MS = 100
 
 
 def get_broker(settings: Settings | None = None) -> ProducerBroker:
@@ -158,15 +156,16 @@ def middleware_in_order(
     return [
         Losses(ledger, max_losses=settings.max_losses),  # may have one wait for long, before its time runs
         AgeLimit(),  # may skip a message, so it comes before anything that begins one
-        TimeLimit(time_limit=settings.time_limit_ms, interval=TIME_LIMIT_CHECK_MS),
         ShutdownNotifications(),
         CurrentMessage(),
+        Watchdog(settings),  # until the loop has ended
         # The attempt's row is opened when all that may skip it has run, and closed when Retries has decided.
         BrowserMiddleware(settings, ledger=ledger, draw_seed=draw_seed),
         Callbacks(),
         Pipelines(),
         Retries(),
         Results(backend=results, result_ttl=settings.result_ttl_ms),  # stored before anything reports success
+        TimeLimit(settings),  # of the actor alone: it begins last and ends first
     ]
 
 

@@ -13,12 +13,13 @@ import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Hashable, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from asyncworker.contexts import Contexts, close_limit_ms, current_lease
+from asyncworker.contexts import Contexts, close_limit_ms, in_lease
+from asyncworker.ending import of_no_session
 from asyncworker.engines import Engine, Launched
 from asyncworker.errors import BrowserCrashed, EngineError, ExitDrifted, ForkedBrowser, LaunchFailed, PhaseTimeout
 from asyncworker.generation import Clock, Generation, Lease, LoopClock
@@ -78,8 +79,8 @@ class BrowserHost:
         self._changed = asyncio.Event()
         self._closed = False
         self._launcher = Launcher(engine, settings, self._clock, too_late=self._launched_too_late)
-        self._contexts = Contexts(engine, settings, self.counts, retire=self.retire, spawn=self._spawn)
-        self.recycler = Recycler(self, settings, self._clock, self.counts, spawn=self._spawn, turn=turn)
+        self._contexts = Contexts(engine, settings, self.counts, retire=self.retire, spawn=self.spawn)
+        self.recycler = Recycler(self, settings, self._clock, self.counts, spawn=self.spawn, turn=turn)
 
     @contextlib.asynccontextmanager
     async def context(
@@ -97,13 +98,12 @@ class BrowserHost:
             ForkedBrowser: In a fork of the process that owns the browsers.
             Unsupported: When the engine cannot honour an option.
         """
-        lease = await self._lend(identity, options)
-        token = current_lease.set(lease)
+        lease = await self.lend(identity, options)
         try:
-            yield lease
+            with in_lease(lease):
+                yield lease
         finally:
-            current_lease.reset(token)
-            await shielded(self._take_back(lease))
+            await shielded(self.take_back(lease))
 
     async def warm(self, identity: Identity) -> None:
         """Have the identity's browser up before its first message. A failure is logged, not raised."""
@@ -132,8 +132,8 @@ class BrowserHost:
 
     # --- lending
 
-    async def _lend(self, identity: Identity, options: Mapping[str, Any]) -> Lease:
-        """A context with its page open.
+    async def lend(self, identity: Identity, options: Mapping[str, Any]) -> Lease:
+        """A context with its page open, for `take_back` to close; raises what `context` does.
 
         A browser that dies before that has run none of the message's code: the message takes the next one.
         """
@@ -154,9 +154,12 @@ class BrowserHost:
                 return lease
         raise AssertionError("unreachable")
 
-    async def _take_back(self, lease: Lease) -> None:
-        await self._contexts.close_all(lease)
-        self._release(lease.generation)
+    async def take_back(self, lease: Lease) -> None:
+        """Close what was lent, within its bound."""
+        try:
+            await self._contexts.close_all(lease)
+        finally:
+            self._release(lease.generation)
 
     async def _acquire(self, identity: Identity) -> Generation:
         """A usable browser of the identity with room for one more context, already counted."""
@@ -171,12 +174,18 @@ class BrowserHost:
                     generation.leases += 1
                     return generation
         except TimeoutError:
-            raise PhaseTimeout(
-                f"no {self.engine.name} browser was free within {wait_ms} ms (ASYNCWORKER_BROWSER_WAIT_MS); "
-                "lower --threads or raise ASYNCWORKER_MAX_BROWSERS",
-                phase="browser",
-                engine=self.engine.name,
-            ) from None
+            raise self._waited_too_long(key) from None
+
+    def _waited_too_long(self, key: Hashable) -> PhaseTimeout:
+        name, wait_ms = self.engine.name, self._settings.browser_wait_ms
+        said = f"within {wait_ms} ms (ASYNCWORKER_BROWSER_WAIT_MS)"
+        if key in self._launches:
+            return PhaseTimeout(f"{name} did not come up {said}; see the log", phase="launch", engine=name)
+        return PhaseTimeout(
+            f"no {name} browser was free {said}; lower --threads or raise ASYNCWORKER_MAX_BROWSERS",
+            phase="wait",
+            engine=name,
+        )
 
     @contextlib.contextmanager
     def _queued(self, key: Hashable) -> Iterator[None]:
@@ -245,7 +254,10 @@ class BrowserHost:
         return (self._clock.monotonic() - self._waiting[key].since) * 1000
 
     def _begin_launch(self, key: Hashable, identity: Identity) -> asyncio.Task[Generation]:
-        task = asyncio.create_task(self._launch(key, identity), name=f"asyncworker-launch-{key}")
+        # Not the message's own: what is launched, and all that its client begins, outlives the session.
+        task = asyncio.create_task(
+            self._launch(key, identity), name=f"asyncworker-launch-{key}", context=of_no_session()
+        )
         self._launches[key] = task
         task.add_done_callback(lambda done: self._launch_ended(key, done))
         return task
@@ -281,7 +293,7 @@ class BrowserHost:
         self._announce()
 
     def _launched_too_late(self, launched: Launched) -> None:
-        self._spawn(launched.close(self._settings.close_timeout_ms))
+        self.spawn(launched.close(self._settings.close_timeout_ms))
 
     # --- the end of a generation
 
@@ -333,7 +345,7 @@ class BrowserHost:
     def _end(self, generation: Generation) -> None:
         if generation.ending is not None:
             return
-        generation.ending = self._spawn(generation.launched.close(close_limit_ms(self._settings, generation)))
+        generation.ending = self.spawn(generation.launched.close(close_limit_ms(self._settings, generation)))
         generation.ending.add_done_callback(lambda _: self._ended(generation))
 
     def _ended(self, generation: Generation) -> None:
@@ -374,10 +386,9 @@ class BrowserHost:
 
     # --- the rest
 
-    def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` beside the messages; `close` waits for it."""
-        task = asyncio.ensure_future(work)
-        assert isinstance(task, asyncio.Task)  # noqa: S101 -- for the type checker: work is a coroutine
+        task = asyncio.get_running_loop().create_task(work, context=of_no_session())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

@@ -21,7 +21,7 @@
     │   ├── ExitDrifted           the proxy's exit changed under the browser
     │   ├── PhaseTimeout          a step of ours took too long (its name is in `phase`)
     │   └── ForkedBrowser         used in a forked child of the process that launched it
-    └── SessionOver               the code kept a session beyond its attempt
+    └── SessionOver               the code kept a session beyond its attempt, or called on when it was cancelled
 
 Playwright's own errors about a page (a timeout, a refused navigation, a missing selector) pass
 through untouched: they are the page's or the code's, not ours.
@@ -195,9 +195,10 @@ class ExitDrifted(EngineError):
 class PhaseTimeout(EngineError, TimeoutError):
     """A step of the runtime took too long; the message is retried, or set its ASYNCWORKER_..._TIMEOUT_MS higher.
 
-    `phase` names the step: `browser`, `context`, `page` or `close`.
+    `phase` names the step: `wait` (for a slot or a browser that is free), `launch`, `context` or `page`.
 
-    Not raised for the actor's own code: that is Dramatiq's TimeLimitExceeded or Playwright's TimeoutError.
+    Not raised for the actor's own code: that is Dramatiq's TimeLimitExceeded, whose time begins when the page is open,
+    or Playwright's TimeoutError. Nor for a context that does not close: that costs its browser, and no message.
     """
 
     fields = ("phase", "engine", "generation")
@@ -209,4 +210,9 @@ class ForkedBrowser(EngineError):
 
 
 class SessionOver(AsyncworkerError):
-    """This session's attempt has ended and its context is closed; return values instead of keeping the session."""
+    """This session is over, and its context closed: return values instead of keeping it, and let a cancellation pass.
+
+    Its attempt has ended, or was cancelled by its time limit or by a stop.
+
+    Not raised for a session whose browser died: that is BrowserCrashed.
+    """

@@ -139,6 +139,8 @@ class FakeContext:
     async def new_page(self) -> FakePage:
         await self.browser.engine.pass_time("new_page")
         self.browser.check()
+        if self.closed:
+            raise FakeBrowserError("Target page, context or browser has been closed")
         page = FakePage(self)
         self.pages.append(page)
         return page
@@ -158,6 +160,16 @@ class FakeContext:
 
     def set_default_navigation_timeout(self, timeout: float) -> None:
         """Recorded as `set_default_timeout` is."""
+
+
+class FakeBrowserType:
+    """What code finds at `browser.browser_type`; launches by it are counted, and are the engine's no longer."""
+
+    def __init__(self) -> None:
+        self.launches = 0
+
+    async def launch(self, **options: Any) -> None:
+        self.launches += 1
 
 
 class FakeBrowser(_Emitter):
@@ -204,6 +216,10 @@ class FakeBrowser(_Emitter):
 
     async def new_page(self, **options: Any) -> FakePage:
         return await (await self._open(**options)).new_page()
+
+    @property
+    def browser_type(self) -> FakeBrowserType:
+        return self.engine.browser_type
 
     # --- the engine's part
 
@@ -273,6 +289,7 @@ class FakeEngine:
         self.delays: dict[str, float] = {}
         self.begun: Counter[str] = Counter()
         self.renewed: list[Any] = []
+        self.browser_type = FakeBrowserType()
         self.drawn_by = "fake 1"
         self.capabilities = frozenset(Capability)
         self._one_identity_each = one_identity_each

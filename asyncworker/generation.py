@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from asyncworker.ending import Ending
 from asyncworker.engines import Launched
 from asyncworker.errors import BrowserCrashed, BrowserRecycled, ExitDrifted
 from asyncworker.identity import Identity
@@ -76,6 +77,7 @@ class Lease:
     context: BrowserContext
     page: Page
     others: list[BrowserContext] = field(default_factory=list)
+    ending: Ending = field(default_factory=Ending)
 
 
 def crashed(engine: str, generation: Generation) -> BrowserCrashed:

@@ -159,6 +159,11 @@ class BrowserMiddleware(Middleware):
             )
         return self._runtime
 
+    @property
+    def loop_thread(self) -> LoopThread | None:
+        """The loop of the worker process, with its thread; None outside a worker."""
+        return self._loop
+
     def deployment_seed(self) -> int:
         """The seed of messages that name none. May ask the store, once."""
         if self._seed is None:
@@ -268,7 +273,6 @@ class BrowserMiddleware(Middleware):
         if seed is None and actor.options.get(SESSION_OPTION):
             # Sent by a producer that knows nothing of seeds: written into the message, so that retries keep it.
             seed = message.kwargs["seed"] = self.deployment_seed()
-        limit_ms = message.options.get("time_limit") or actor.options.get("time_limit", self.settings.time_limit_ms)
         row = Row(
             message_id=message.message_id,
             attempt=message.options.get("retries", 0) + 1,
@@ -279,7 +283,7 @@ class BrowserMiddleware(Middleware):
         )
         at_once = bool(actor.options.get(SESSION_OPTION) or message.options.get(LOSSES_OPTION))
         row = self._accounting.begin(message, row, at_once=at_once)
-        current_attempt.set(_attempt(row, limit_ms))
+        current_attempt.set(Attempt(row.seed, row.message_id, row.actor, row.attempt))
 
     def after_process_message(
         self,
@@ -308,7 +312,7 @@ class BrowserMiddleware(Middleware):
     def _record_counts(self, runtime: Runtime) -> None:
         if runtime.host.counts:
             try:
-                self.ledger.count(self.worker_id, runtime.host.counts)
+                self.ledger.count(self.worker_id, runtime.counts())
             except redis.RedisError as error:
                 logger.warning("the counts of this worker could not be stored: %s", error)
 
@@ -316,11 +320,6 @@ class BrowserMiddleware(Middleware):
 def ledger_of(broker: Broker) -> Ledger:
     """The account of attempts that a broker's middleware keeps."""
     return next(each for each in broker.middleware if isinstance(each, BrowserMiddleware)).ledger
-
-
-def _attempt(row: Row, limit_ms: float) -> Attempt:
-    deadline = None if limit_ms == float("inf") else time.monotonic() + limit_ms / 1000
-    return Attempt(row.seed, row.message_id, row.actor, row.attempt, deadline)
 
 
 def serves_sessions(broker: Broker, worker: Worker) -> bool:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Protocol
 
 from asyncworker.generation import Clock, Generation
 from asyncworker.launching import ENGINE_GRACE_S, LONGEST_BACKOFF_MS
@@ -71,7 +71,7 @@ class Recycler:
         clock: Clock,
         counts: Counter[str],
         *,
-        spawn: Callable[[Awaitable[None]], object],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
         turn: Turn | None = None,
     ) -> None:
         self._owner = owner

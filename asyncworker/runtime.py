@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,12 +18,16 @@ from typing import TYPE_CHECKING, Any
 from asyncworker import engines
 from asyncworker import identity as identities
 from asyncworker.browser import BrowserHost
-from asyncworker.engines import Engine
-from asyncworker.errors import BrokerUnavailable, RefusedMessage, SessionOver
+from asyncworker.contexts import current_lease, in_lease
+from asyncworker.ending import Ending, current_interruption
+from asyncworker.engines import Engine, Fault
+from asyncworker.errors import BrokerUnavailable, PhaseTimeout, RefusedMessage
 from asyncworker.generation import Clock, Lease, LoopClock
 from asyncworker.identity import Identity
+from asyncworker.lending import Loan, Slots
 from asyncworker.settings import Settings, load
 from asyncworker.shielding import shielded
+from asyncworker.threads import in_thread
 from asyncworker.watch import Watch
 
 if TYPE_CHECKING:
@@ -43,7 +47,8 @@ class Attempt:
     Attributes:
         seed: The message's seed; None: the deployment's.
         number: Counted from 1 over all executions of the message, by the ledger.
-        deadline: The loop's time at which the time limit passes; None: there is none.
+        deadline: The loop's time at which the time limit passes; None: there is none, or it has not begun, since the
+            session's page is not open yet.
     """
 
     seed: int | None = None
@@ -84,7 +89,6 @@ class Session:
         self.settings = settings
         self.log = SessionLog(logger, _facts(attempt, identity, lease))
         self._lease = lease
-        self._over = False
         self._random: random.Random | None = None
 
     @property
@@ -115,11 +119,10 @@ class Session:
         return self._random
 
     def _open_lease(self) -> Lease:
-        if self._over:
-            raise SessionOver(
-                f"the session of {_subject(self.attempt)} is over and its context is closed; return values "
-                "instead of keeping the session"
-            )
+        ending = self._lease.ending
+        # To the session's own code, which goes on although it was cancelled, each call says so: it takes its time.
+        if ending.has_come and current_lease.get() is not self._lease:
+            raise ending.error()
         return self._lease
 
     def __repr__(self) -> str:
@@ -140,17 +143,26 @@ class Runtime:
         self.engine = engine or engines.create(settings)
         self.host = BrowserHost(self.engine, settings, clock=clock or LoopClock())
         self._knows_home = False
-        self._slots: contextlib.AbstractAsyncContextManager[object] = contextlib.nullcontext()
+        self.slots = Slots()
         #: Awaited with the attempt before its session is opened; gives it with its number in the ledger.
         self.on_attempt: Callable[[Attempt], Awaitable[Attempt]] = _as_it_is
         #: Awaited with the attempt, the browser's generation and the identity whenever a session begins.
         self.on_session: Callable[[Attempt, int, Identity], Awaitable[None]] = _told_no_one
+        #: Called with the attempt when its page is open, where its time limit begins; gives it with its deadline.
+        self.on_ready: Callable[[Attempt], Attempt] = lambda attempt: attempt
+        #: Called with it when its code has ended: what is left to do then has limits of its own.
+        self.on_code_ended: Callable[[Attempt], None] = lambda attempt: None
         #: Gives the deployment's seed; may ask the store, so it is called in a thread.
         self.default_seed: Callable[[], int] = lambda: _drawn_once(settings.seed)
 
     def limit(self, slots: int) -> None:
         """Have at most `slots` sessions at once; others wait for one to end."""
-        self._slots = asyncio.Semaphore(slots)
+        self.slots = Slots(slots)
+
+    def counts(self) -> dict[str, int]:
+        """The host's counts, and its `slots` with those that are `slots_in_use`."""
+        slots = {} if self.slots.total is None else {"slots": self.slots.total, "slots_in_use": self.slots.in_use}
+        return {**self.host.counts, **slots}
 
     def identity(self, seed: int) -> Identity:
         """The identity of a seed in this deployment."""
@@ -165,41 +177,85 @@ class Runtime:
 
     @contextlib.asynccontextmanager
     async def session(
-        self, attempt: Attempt, *, context_options: Mapping[str, Any] | None = None
+        self, attempt: Attempt, *, context_options: Mapping[str, Any] | None = None, close_behind: bool = False
     ) -> AsyncIterator[Session]:
         """Lend a fresh context and its page for one attempt.
 
+        When the work is cancelled from outside, by its time limit or a stop, the session is over at once: its context
+        is closed under the code, which goes on with its own cleanup and is refused any further call.
+
         Parameters:
             context_options: More of Playwright's options of a new context.
+            close_behind: Do not wait for the context to close when the code has succeeded; its slot does.
 
         Raises:
             BrowserCrashed: When the browser died meanwhile, whatever the code was waiting for.
             PageCrashed: When only the page's renderer died.
             LaunchFailed, PhaseTimeout, ForkedBrowser: When no context could be lent.
+            SessionOver: When the attempt has been cancelled from outside, and its code goes on.
             ExitDrifted: When the proxy's exit changed under the browser.
             Unsupported: When the engine cannot do what the options or the code ask for.
             ConfigurationError: When the engine cannot draw the identity with the deployment's pins.
         """
-        attempt = await self.on_attempt(attempt)
-        seed = await asyncio.to_thread(self.default_seed) if attempt.seed is None else attempt.seed
-        identity = await self.engine.identify(self.identity(seed))
-        await self._know_home()
-        async with self._slots, self.host.context(identity, context_options or {}) as lease:
-            self._limit_waits(lease, attempt)
-            session = Session(lease, attempt, identity, self.settings)
-            try:
+        await _refuse_if_interrupted(attempt)
+        attempt, identity = await self._let_in(attempt)
+        loan = await Loan.take(self.host, self.slots, identity, context_options or {})
+        lease = loan.lease
+        lease.ending.subject = _subject(attempt)
+        try:
+            with self._limited(attempt) as attempt, in_lease(lease), _interrupting(loan):
+                self._limit_waits(lease, attempt)
+                session = Session(lease, attempt, identity, self.settings)
                 async with self._watched(lease):
                     await self.on_session(attempt, lease.generation.number, identity)
                     yield session
-            finally:
-                session._over = True
+        except BaseException:
+            close_behind = False  # the retry must not overlap this attempt
+            raise
+        finally:
+            returning = loan.end("its attempt has ended")
+            if not close_behind:
+                await shielded(returning)
+
+    async def _let_in(self, attempt: Attempt) -> tuple[Attempt, Identity]:
+        """The attempt with its number, whose visitor it is, and a slot for it: all within the limit for waiting."""
+        limit_ms = self.settings.browser_wait_ms
+        try:
+            async with asyncio.timeout(limit_ms / 1000) as waiting:
+                attempt = await self.on_attempt(attempt)
+                seed = await in_thread(self.default_seed) if attempt.seed is None else attempt.seed
+                identity = await self.engine.identify(self.identity(seed))
+                await self._know_home()
+                await self.slots.take()
+        except TimeoutError:
+            if not waiting.expired():
+                raise
+            raise PhaseTimeout(
+                f"{_subject(attempt)} had no slot within {limit_ms} ms (ASYNCWORKER_BROWSER_WAIT_MS): "
+                f"{self.slots.in_use} of {self.slots.total} are in use",
+                phase="wait",
+                engine=self.engine.name,
+            ) from None
+        return attempt, identity
+
+    @contextlib.contextmanager
+    def _limited(self, attempt: Attempt) -> Iterator[Attempt]:
+        """The attempt with its deadline; the limit begins here, unless it has with the message or another session."""
+        ready = self.on_ready(attempt) if attempt.deadline is None else attempt
+        token = current_attempt.set(ready)
+        try:
+            yield ready
+        finally:
+            current_attempt.reset(token)
+            if ready is not attempt:
+                self.on_code_ended(ready)
 
     async def _know_home(self) -> None:
         """Tell the host once whose browser makes room for no other: the deployment's own."""
         if self._knows_home:
             return
         try:
-            seed = await asyncio.to_thread(self.default_seed)
+            seed = await in_thread(self.default_seed)
         except BrokerUnavailable:
             return  # asked again by the next message
         self.host.home = self.engine.launch_key(self.identity(seed))
@@ -235,6 +291,9 @@ class Runtime:
             watch.end()
             raise
         except Exception as error:
+            if lease.ending.has_come and self.engine.classify(error) is Fault.gone:
+                watch.end()
+                raise lease.ending.error() from error
             explained = await watch.explain(error)
             if explained is None:
                 raise
@@ -307,6 +366,26 @@ def _facts(attempt: Attempt, identity: Identity, lease: Lease) -> dict[str, obje
     if identity.digest is not None:
         facts["identity"] = identity.digest
     return facts | {"browser": lease.generation.number}
+
+
+async def _refuse_if_interrupted(attempt: Attempt) -> None:
+    """Code that was cancelled from outside and goes on gets no session any more."""
+    interruption = current_interruption.get()
+    if interruption is not None and interruption.reason is not None:
+        ending = Ending(_subject(attempt))
+        ending.come(interruption.reason)
+        await ending.refuse()
+
+
+@contextlib.contextmanager
+def _interrupting(loan: Loan) -> Iterator[None]:
+    """When the work is cancelled from outside, the session is over at once, and what it has is taken back."""
+    interruption = current_interruption.get()
+    if interruption is None:
+        yield
+        return
+    with interruption.heard_by(loan.end):
+        yield
 
 
 async def _as_it_is(attempt: Attempt) -> Attempt:

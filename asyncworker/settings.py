@@ -170,6 +170,9 @@ class Settings(BaseSettings):
         30_000, description="for the code of an interrupted attempt to end its own cleanup"
     )
     time_limit_ms: Millis = Field(600_000, description="for one attempt, unless the actor sets time_limit")
+    loop_block_limit_ms: Annotated[Millis, Field(ge=2_000)] = Field(
+        60_000, description="for code to block the loop, before the worker process exits (code 75) to be replaced"
+    )
     stop_timeout_ms: Millis = Field(
         30_000, description="for attempts still running at the end of a shutdown, before they are cancelled"
     )

@@ -176,6 +176,13 @@ class Deployment:
 
     def counts(self) -> dict[str, int]:
         """The counts of all worker processes together."""
+        return {name: number for name, number in self._counted().items() if not name.startswith("slots")}
+
+    def slots(self) -> dict[str, int]:
+        """How many slots all worker processes have together, and how many of them were in use when last counted."""
+        return {name: number for name, number in self._counted().items() if name.startswith("slots")}
+
+    def _counted(self) -> dict[str, int]:
         total: dict[str, int] = {}
         for counts in ledger_of(self.broker).counts().values():
             for name, number in counts.items():

@@ -17,6 +17,8 @@ from asyncworker.engines.finding import find
 from asyncworker.errors import EngineMissing, LaunchFailed
 from asyncworker.identity import Identity
 from asyncworker.settings import EngineName, Settings, child_environment
+from asyncworker.shielding import shielded
+from asyncworker.threads import in_thread
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, BrowserContext
@@ -40,6 +42,13 @@ QUIET_FIREFOX = {
     "network.connectivity-service.enabled": False,
     "toolkit.telemetry.enabled": False,
 }
+
+
+#: What a driver that answers may take to notice that a launch took too long, or that its browser is dead.
+DRIVER_GRACE_S = 3.0
+
+#: A launch that fails with its driver does so a moment before the driver's own end is seen.
+DRIVER_LOST_S = 0.5
 
 
 class PlaywrightBrowser:
@@ -81,20 +90,23 @@ class PlaywrightBrowser:
         if not closing.done():
             logger.warning("the browser did not close in %d ms; killing it", timeout_ms)
         await self.kill()
-        await asyncio.wait({closing}, timeout=1)
+        await asyncio.wait({closing}, timeout=DRIVER_GRACE_S)
         if not closing.done():
             closing.cancel()
+            if self._token is not None:  # its browser is dead, and it has not noticed: it would fail the next one, too
+                logger.error("Playwright's driver does not answer; it is killed, with all of its browsers")
+                await self.driver.kill()
         elif not closing.cancelled() and (error := closing.exception()) is not None:
             logger.debug("the browser's close said: %s", error)
         await self._give_back(self.driver)
 
     async def memory_mb(self, enough_mb: float) -> float:
         tokens = {self.driver.token, self._token}
-        return await asyncio.to_thread(processes.memory_mb, lambda token: token in tokens, enough_mb=enough_mb)
+        return await in_thread(processes.memory_mb, lambda token: token in tokens, enough_mb=enough_mb)
 
     async def kill(self) -> None:
         if self._token is not None:
-            await asyncio.to_thread(processes.kill_launch, self._token)
+            await in_thread(processes.kill_launch, self._token)
 
     def _lost(self, reason: str) -> None:
         if not self._closing and self._callback is not None:
@@ -128,7 +140,7 @@ class PlaywrightEngine:
         return identity  # a stock browser shows every seed the same visitor
 
     async def check(self) -> str:
-        found = await asyncio.to_thread(find, self._settings)
+        found = await in_thread(find, self._settings)
         if found is None:
             raise EngineMissing(
                 f"no {self.name} on this machine; install it with "
@@ -140,18 +152,41 @@ class PlaywrightEngine:
     async def launch(self, identity: Identity) -> PlaywrightBrowser:
         await self.check()
         driver = await self._borrow_driver()
-        token = processes.new_token()
         try:
-            options = await asyncio.to_thread(self._launch_options, token, driver.directory)
-            browser = await getattr(driver.playwright, self.name).launch(**options)
-        except Exception as error:
-            await asyncio.to_thread(processes.kill_launch, token)
-            await self._give_back(driver)
+            return await self._launch(driver)
+        except LaunchFailed as error:
+            if not await driver.ends_within(DRIVER_LOST_S):
+                raise
+            logger.warning("Playwright's driver ended under a launch, which is made by another one: %s", error)
+        return await self._launch(await self._borrow_driver())
+
+    async def _launch(self, driver: Driver) -> PlaywrightBrowser:
+        """Launch on a borrowed driver, which is given back when nothing came up."""
+        token, launching = processes.new_token(), None
+        try:
+            options = await in_thread(self._launch_options, token, driver.directory)
+            launching = asyncio.ensure_future(getattr(driver.playwright, self.name).launch(**options))
+            # The driver keeps the limit itself, unless it hangs.
+            await asyncio.wait({launching}, timeout=self._settings.launch_timeout_ms / 1000 + DRIVER_GRACE_S)
+            if not launching.done():
+                await driver.kill()
+            return PlaywrightBrowser(await launching, driver, token, self._give_back)
+        except BaseException as error:
+            await shielded(self._abandon(token, driver))
+            if not isinstance(error, Exception):
+                raise
             raise LaunchFailed(
                 f"{self.name} did not start: {own_words(error)}; run `asyncworker doctor`",
                 engine=self.name,
             ) from error
-        return PlaywrightBrowser(browser, driver, token, self._give_back)
+        finally:
+            if launching is not None:
+                launching.cancel()
+
+    async def _abandon(self, token: processes.Token, driver: Driver) -> None:
+        """Leave nothing of a launch that failed, or that no one waits for any more."""
+        await in_thread(processes.kill_launch, token)
+        await self._give_back(driver)
 
     def renew(self, launched: Launched) -> None:
         if isinstance(launched, PlaywrightBrowser) and launched.driver is self._driver:

@@ -19,15 +19,16 @@ PACKAGE = Path(asyncworker.__file__).parent
 #: Each line may import from itself and from the lines above it.
 LAYERS = """
 errors
-identity urls stores settings shielding
+ending
+identity urls stores settings shielding threads
 ledger guard visitor
 private_hosts
 lineage processes scratch
 engines.capabilities engines.importing engines.profile engines.lifeline engines.storage_state engines.invisible_client
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
-generation launching contexts turn recycling browser watch loop runtime
+generation launching contexts turn recycling browser lending watch loop runtime
 state_dirs embedded vetting connecting patience settling alarm heartbeat
-attempt_log accounting middleware losses retries fitness supervised
+attempt_log accounting middleware time_limit watchdog losses retries fitness supervised
 prefetch consumer exchange delivery result_watch results producing redis_broker
 speaking rabbitmq_consumer rabbitmq broker actor
 asyncworker

@@ -229,7 +229,7 @@ async def test_a_message_of_another_identity_waits_while_all_browsers_are_busy_a
     async with host.context(Identity(seed=1)):
         with pytest.raises(PhaseTimeout) as caught:
             await use(host, Identity(seed=2))
-        assert caught.value.phase == "browser"
+        assert caught.value.phase == "wait"
         waiting = asyncio.create_task(use(host, Identity(seed=2)))
         await asyncio.sleep(0)  # it has asked, and waits
         assert not waiting.done()
