@@ -6,6 +6,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     ending                                      who still calls a session that is over is told so
     ledger                                      the account of attempts
     shielding, threads                          work that ends although its waiter is cancelled, or that blocks
+    fencing, step_records, once                 which attempt is the latest; steps that are done once
     visitor                                     who a message was when it first ran
     guard, private_hosts                        what the shipped actors refuse
     lineage, processes, scratch, engines/       whose process or directory is this; what launches a browser
@@ -15,6 +16,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     state_dirs, embedded, vetting               the edges: a store to begin with, and whether it will do
     connecting, patience                        how it is reached, and waited for
     settling, heartbeat, alarm                  what is done is told together; who lives; what is due
+    unique, at_most_once                        messages that are there once, and such as begin once
     attempt_log, accounting                     a log line and a row for each attempt
     middleware, time_limit, watchdog            what fires when; how long code may run, and what if it does not end
     losses, retries, fitness                    which messages are run again; what a worker needs
@@ -30,8 +32,8 @@ A map, top to bottom; each file may import what stands above it in its group or 
     commands, installing, sending               what the command `asyncworker` does,
     broker_checks, doctor                       how it looks at what is there,
     queues, dead_letters, identities, demo/     with its demo
-    terminal, cli_dead_letters, cli_queues      its words,
-    cli_reap, cli                               and what it prints
+    terminal, cli_once, cli_dead_letters        its words,
+    cli_queues, cli_reap, cli                   and what it prints
     fakes, testing, pytest_plugin               for users' tests and ours
 
 Browser libraries are imported on use: importing this package costs a producer no 0.4 s.

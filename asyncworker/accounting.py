@@ -22,8 +22,16 @@ from dramatiq import Broker, Message, MessageProxy
 from dramatiq.brokers.redis import RedisBroker
 from dramatiq.middleware import Shutdown, TimeLimitExceeded
 
+from asyncworker.at_most_once import was_cut_off
 from asyncworker.attempt_log import AttemptLog
-from asyncworker.errors import BrowserCrashed, BrowserRecycled, ExitDrifted, PageCrashed, RefusedMessage
+from asyncworker.errors import (
+    BrowserCrashed,
+    BrowserRecycled,
+    ExitDrifted,
+    PageCrashed,
+    RefusedMessage,
+    UnknownOutcome,
+)
 from asyncworker.identity import Identity
 from asyncworker.ledger import Ledger, Outcome, Row
 from asyncworker.patience import patiently
@@ -272,7 +280,8 @@ def _found_out(message: MessageProxy) -> dict[str, Any]:
     if (visitor := Visitor.in_options(message.options)) is not None:
         visitor.write(found)
     if (exception := message._exception) is not None:
-        found[ERROR_OPTION] = _sentence(exception)
+        unknown = f"{UnknownOutcome.__name__}: " if was_cut_off(message, exception) else ""
+        found[ERROR_OPTION] = unknown + _sentence(exception)
         found[TRACEBACK_OPTION] = "".join(traceback.format_exception(exception, limit=FRAMES))
     return found
 

@@ -15,8 +15,10 @@
 --   <namespace>:<queue>.paused                since when the queue is paused; there is none while it is not
 --   <namespace>:<queue>.losses                hash of id to how often it was lost: begun by a worker that died then
 --   <namespace>:__ahead__.<broker>.<queue>    set of the ids that a broker's worker has fetched ahead and not begun
+--   <namespace>:<queue>.unique                hash of unique messages: what holds k.<key>, and each id's message and key
 --   <namespace>:__queues__                    sorted set of queues by when a worker consumed them last
 --   <namespace>:__sent__.<broker>.<slot>      the first id of what a producer has sent last from this slot, for a while
+--   <namespace>:__fence__                     the last fence: a number that each message gets when it is fetched
 --   <namespace>:__beat__                      when any worker of ours last looked for dead ones
 --   <namespace>:__away__                      there while no one is taken for dead, since the store was away itself
 --
@@ -45,8 +47,10 @@ local dead = waiting .. ".XQ"
 local dead_bodies = dead .. ".msgs"
 local paused = waiting .. ".paused"
 local losses = waiting .. ".losses"
+local unique = waiting .. ".unique"
 local heartbeats = namespace .. ":__heartbeats__"
 local consumed = namespace .. ":__queues__"
+local fence = namespace .. ":__fence__"
 local beat = namespace .. ":__beat__"
 local away = namespace .. ":__away__"
 local function acks_of(who, name) return namespace .. ":__acks__." .. who .. "." .. name end
@@ -155,6 +159,18 @@ local function next_due(at)
     return math.max(0, math.ceil(first[2] - at))
 end
 
+-- The first of so many fences: each is greater than all before. A count that is more than a second behind the time goes
+-- on from there, so that they also grow where the store has lost what it knew, or a replica took its place that had not
+-- heard of the last ones.
+local function fences(at, count)
+    local last = redis.call("incrby", fence, count)
+    if last < (at - 1000) * 1000 then
+        last = at * 1000 + count
+        redis.call("set", fence, string.format("%.0f", last))
+    end
+    return last - count + 1
+end
+
 -- How often each of these ids was lost: {place, times, place, times, ...}, for those that ever were.
 local function losses_of(ids)
     local answer = {}
@@ -170,12 +186,12 @@ local function losses_of(ids)
 end
 
 -- fetch(most, held, free, id, ...):
--- {ms to the next delayed message or -1, astray, losses, id, body, id, body, ...}
+-- {ms to the next delayed message or -1, astray, losses, fence, id, body, id, body, ...}
 --
 -- `held` is how many fetched messages the worker knows of; `astray` is how many more it holds here, since the answer
 -- that named them never arrived. The first `free` of those that it gets begin at once; the others are fetched ahead,
 -- and the given ids are what it has fetched ahead and has begun meanwhile. What was lost before may have to wait even
--- then, and so begins when its worker says so.
+-- then, and so begins when its worker says so. `fence` is that of the first message; the next has the next.
 local function fetch(most, held, free, ...)
     local at, ahead = now(), ahead_of(broker, canonical)
     though_full()
@@ -183,9 +199,10 @@ local function fetch(most, held, free, ...)
     ingest(at)
     release(at)
     if select("#", ...) > 0 then redis.call("srem", ahead, ...) end
-    local answer = {0, math.max(0, redis.call("scard", acks_of(broker, canonical)) - held), {}}
+    local answer = {0, math.max(0, redis.call("scard", acks_of(broker, canonical)) - held), {}, 0}
     local ids = is_paused() and {} or redis.call("lrange", waiting, 0, most - 1)
     if #ids > 0 then
+        answer[4] = fences(at, #ids)
         redis.call("sadd", acks_of(broker, canonical), unpack(ids))
         if #ids > tonumber(free) then redis.call("sadd", ahead, unpack(ids, free + 1)) end
         redis.call("lpop", waiting, #ids)
@@ -211,13 +228,30 @@ if command == "fetch" then return fetch(unpack(ARGV, 4)) end
 
 local commands = {enqueue = enqueue}
 
+-- Does this id belong to a message that is to be there once? Its producer has written that into the id, so that what is
+-- done with all others costs nothing.
+local function is_unique(id) return string.sub(id, 1, 2) == "u." end
+
+-- Lets go of the key that a unique message holds, and unless it may come back (`is_kept`), of what is known of it.
+local function let_go(id, is_kept)
+    local known = redis.call("hget", unique, id)
+    local key = known and string.match(known, "^[^\n]*\n(.*)$")
+    if not key then return end
+    local lock = redis.call("hget", unique, "k." .. key)
+    if lock and string.sub(lock, 1, #id + 1) == id .. " " then redis.call("hdel", unique, "k." .. key) end
+    if not is_kept then redis.call("hdel", unique, id) end
+end
+
 -- Forgets of these ids what was this broker's; returns for each a 1 when it was this broker's to acknowledge, a 0 when
 -- another has it, or has dealt with it.
 local function ack(ids)
     local acks, answer, done = acks_of(broker, queue), {}, {}
     for i, id in ipairs(ids) do
         answer[i] = redis.call("srem", acks, id)
-        if answer[i] == 1 then done[#done + 1] = id end
+        if answer[i] == 1 then
+            done[#done + 1] = id
+            if is_unique(id) then let_go(id) end
+        end
     end
     if #done > 0 then
         redis.call("hdel", own_bodies, unpack(done))
@@ -238,6 +272,7 @@ function commands.nack(id)
         redis.call("hset", dead_bodies, id, body)
         redis.call("zadd", dead, now(), id)
         redis.call("hdel", own_bodies, id)
+        if is_unique(id) then let_go(id, true) end
     end
     redis.call("hdel", losses, id)
     redis.call("srem", acks_of(broker, queue), id)
@@ -358,7 +393,56 @@ local function drop_bodies(its_bodies, ids)
         redis.call("hdel", its_bodies, unpack(ids))
         redis.call("hdel", losses, unpack(ids))
     end
+    for _, id in ipairs(ids) do
+        if is_unique(id) then let_go(id) end
+    end
     return #ids
+end
+
+-- The id of the message that holds a key: one that waits, is delayed or runs. What ended in a way that no one told here
+-- holds nothing, so no key is locked for ever.
+local function holder_of(key)
+    local lock = redis.call("hget", unique, "k." .. key)
+    local id, message = string.match(lock or "", "^(%S+) (.*)$")
+    if not id then return nil end
+    local is_there = redis.call("hexists", bodies, id) == 1 or redis.call("hexists", delayed_bodies, id) == 1
+    return is_there and message or nil
+end
+
+-- send_unique(slot, kept_ms, follows, id, body, key, message id, id, body, key, message id, ...): sends as `send` does,
+-- but for messages whose key another one holds. Answers with that one's message id for each, or an empty text where it
+-- was enqueued; where the key is empty, it always is.
+--
+-- `follows` is 1 for what a worker sends after an attempt: the retry of a message takes its key over.
+function commands.send_unique(slot, kept_ms, follows, ...)
+    local given, first = {...}, ...
+    local memory = namespace .. ":__sent__." .. broker .. "." .. slot
+    local sent = redis.call("get", memory)
+    if sent and string.sub(sent, 1, #first + 1) == first .. " " then
+        return cjson.decode(string.sub(sent, #first + 2))
+    end
+    local answer, new, locks, holders = {}, {}, {}, {}
+    for i = 1, #given, 4 do
+        local id, body, key, message = unpack(given, i, i + 3)
+        local holder = key ~= "" and (holders[key] or holder_of(key)) or nil
+        if holder and not (follows == "1" and holder == message) then
+            answer[#answer + 1] = holder
+        else
+            answer[#answer + 1] = ""
+            new[#new + 1] = id
+            new[#new + 1] = body
+            if key ~= "" then
+                holders[key] = message
+                for _, word in ipairs({"k." .. key, id .. " " .. message, id, message .. "\n" .. key}) do
+                    locks[#locks + 1] = word
+                end
+            end
+        end
+    end
+    if #new > 0 then enqueue(unpack(new)) end
+    if #locks > 0 then redis.call("hset", unique, unpack(locks)) end
+    redis.call("set", memory, first .. " " .. cjson.encode(answer), "PX", kept_ms)
+    return answer
 end
 
 -- ring(): serves what is due, and wakes one consumer for it.
@@ -441,6 +525,7 @@ function commands.recover(timeout, plain_timeout, dead_ttl)
     for _, id in ipairs(old) do
         redis.call("zrem", dead, id)
         redis.call("hdel", dead_bodies, id)
+        if is_unique(id) then let_go(id) end
     end
     return recovered
 end
@@ -452,7 +537,7 @@ function commands.leave()
 end
 
 function commands.purge()
-    redis.call("del", waiting, bodies, delayed, delayed_bodies, due, wake, dead, dead_bodies, losses,
+    redis.call("del", waiting, bodies, delayed, delayed_bodies, due, wake, dead, dead_bodies, losses, unique,
         acks_of(broker, canonical), acks_of(broker, canonical .. ".DQ"), ahead_of(broker, canonical))
 end
 
@@ -532,6 +617,12 @@ function commands.letters(latest, earliest, skipped, most)
     return answer
 end
 
+-- A unique message that comes back from the dead letters takes its key again, unless another one has it meanwhile.
+local function take_again(id)
+    local message, key = string.match(redis.call("hget", unique, id) or "", "^([^\n]*)\n(.*)$")
+    if key and not holder_of(key) then redis.call("hset", unique, "k." .. key, id .. " " .. message) end
+end
+
 -- revive(id, died, body, id, died, body, ...): dead letters back into their queue, each with this body; returns a 1
 -- for each that was still there as it had died then, a 0 for each that was not.
 function commands.revive(...)
@@ -545,6 +636,7 @@ function commands.revive(...)
             redis.call("rpush", waiting, id)
             redis.call("zrem", dead, id)
             redis.call("hdel", dead_bodies, id)
+            if is_unique(id) then take_again(id) end
             back = back + 1
         end
         answer[#answer + 1] = is_there and 1 or 0
@@ -561,6 +653,7 @@ function commands.discard(...)
         if is_there then
             redis.call("zrem", dead, given[i])
             redis.call("hdel", dead_bodies, given[i])
+            if is_unique(given[i]) then let_go(given[i]) end
         end
         answer[#answer + 1] = is_there and 1 or 0
     end

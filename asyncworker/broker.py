@@ -35,6 +35,7 @@ from asyncworker.redis_broker import WorkerBroker
 from asyncworker.results import PatientResults
 from asyncworker.retries import Retries
 from asyncworker.settings import Settings, load
+from asyncworker.step_records import RedisStepRecords, StepRecords
 from asyncworker.supervised import Supervised
 from asyncworker.time_limit import TimeLimit
 from asyncworker.urls import SecretUrl
@@ -101,6 +102,7 @@ def make_redis_broker(settings: Settings) -> WorkerBroker:
         settings,
         # Rows travel with the acknowledgements, which go to the same store.
         ledger=RedisLedger(client, behind=broker.settling.put, kept=kept(settings)),
+        step_records=RedisStepRecords(client, knows_claims=True),
         results=PatientResults(client=client, patience=broker.patience),
         draw_seed=lambda: _stored_seed(broker, broker.exchange, broker.where),
     ):
@@ -140,7 +142,9 @@ def _add_middleware_with_store(broker: ProducerBroker, settings: Settings, url: 
 
     patience = broker.patience if isinstance(broker, WorkerBroker) else None
     ledger, results = RedisLedger(client, kept=kept(settings)), PatientResults(client=client, patience=patience)
-    for middleware in middleware_in_order(settings, ledger=ledger, results=results, draw_seed=draw_seed):
+    for middleware in middleware_in_order(
+        settings, ledger=ledger, results=results, draw_seed=draw_seed, step_records=RedisStepRecords(client)
+    ):
         broker.add_middleware(middleware)
 
 
@@ -150,7 +154,12 @@ def kept(settings: Settings) -> Kept:
 
 
 def middleware_in_order(
-    settings: Settings, *, ledger: Ledger, results: ResultBackend, draw_seed: Callable[[], int]
+    settings: Settings,
+    *,
+    ledger: Ledger,
+    results: ResultBackend,
+    draw_seed: Callable[[], int],
+    step_records: StepRecords | None = None,
 ) -> list[DramatiqMiddleware]:
     """The middleware, in order: `before_` hooks run down the list, `after_` hooks up it."""
     return [
@@ -160,7 +169,7 @@ def middleware_in_order(
         CurrentMessage(),
         Watchdog(settings),  # until the loop has ended
         # The attempt's row is opened when all that may skip it has run, and closed when Retries has decided.
-        BrowserMiddleware(settings, ledger=ledger, draw_seed=draw_seed),
+        BrowserMiddleware(settings, ledger=ledger, draw_seed=draw_seed, step_records=step_records),
         Callbacks(),
         Pipelines(),
         Retries(),

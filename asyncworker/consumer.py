@@ -72,6 +72,8 @@ class WorkerConsumer(_RedisConsumer):
         self._begun: list[str] = []
         #: How often a message was lost: begun by a worker that died then. By id, for what was fetched.
         self._losses: dict[str, int] = {}
+        #: The fences of what was fetched, by id.
+        self._fences: dict[str, int] = {}
 
     def ack(self, message: MessageProxy) -> None:
         """Have a message acknowledged, soon and for certain; this waits for nothing."""
@@ -150,19 +152,19 @@ class WorkerConsumer(_RedisConsumer):
         # Others only ever take away from `held`, and only after the store has: so it is never less than there.
         held, begun = len(self._held), tuple(self._begun)
         free = min(room, max(0, self._prefetch.threads - self._prefetch.out))
-        next_due_ms, astray, losses, *rest = self._as_connection_error(
+        next_due_ms, astray, losses, fence, *rest = self._as_connection_error(
             lambda: self.broker.fetch(
                 self._own_client(), self.queue_name, room, held=held, free=free, begun=begun, wait_s=wait_s
             )
         )
         self._begun.clear()
         self._due_at = time.monotonic() + next_due_ms / 1000 if next_due_ms >= 0 else None
-        self._take_in(rest, free, dict(zip(losses[::2], losses[1::2], strict=True)))
+        self._take_in(rest, free, fence, dict(zip(losses[::2], losses[1::2], strict=True)))
         self._is_dry = len(rest) < 2 * room
         if astray:
             self._reclaim()
 
-    def _take_in(self, found: list[Any], free: int, losses: dict[int, int]) -> None:
+    def _take_in(self, found: list[Any], free: int, fence: int, losses: dict[int, int]) -> None:
         for place, (raw, body) in enumerate(zip(found[::2], found[1::2], strict=True)):
             try:
                 identifier = raw.decode()
@@ -170,6 +172,7 @@ class WorkerConsumer(_RedisConsumer):
                 self._reject(raw, body, "its id in the store is no text")
                 continue
             self._fetched.append((identifier, body))
+            self._fences[identifier] = fence + place
             if place >= free:
                 self._ahead.add(identifier)
             if place in losses:
@@ -202,6 +205,7 @@ class WorkerConsumer(_RedisConsumer):
 
     def _read(self, identifier: str, body: bytes | None) -> MessageProxy | None:
         """The message in `body`; None when it is none: it is in the dead letters then."""
+        fence = self._fences.pop(identifier)
         if body is None:  # its id was in the queue, its body is gone: flushed meanwhile
             patiently(
                 lambda: self.broker.do_ack(self.queue_name, identifier),
@@ -219,7 +223,9 @@ class WorkerConsumer(_RedisConsumer):
             message = _undelayed(message, identifier)
             if losses := self._losses.pop(identifier, 0):
                 add_losses(message, losses)
-            return MessageProxy(message)
+            proxy: Any = MessageProxy(message)
+            proxy.fencing = self.broker.fence(self.queue_name, identifier, fence)
+            return proxy  # type: ignore[no-any-return]
         self._reject(identifier, body, reason)
         self._held.discard(identifier)
         return None
@@ -249,6 +255,7 @@ class WorkerConsumer(_RedisConsumer):
     def _give_back_fetched(self) -> None:
         fetched = [identifier for identifier, _ in self._fetched]
         self._fetched.clear()
+        self._fences.clear()
         self._give_back(fetched)
 
     def _give_back(self, identifiers: list[str]) -> None:

@@ -15,6 +15,7 @@ from dramatiq import Message
 from dramatiq.errors import DecodeError
 
 from asyncworker.accounting import ERROR_OPTION, LOSSES_OPTION, TRACEBACK_OPTION
+from asyncworker.at_most_once import BEGUN_BY_OPTION, BEGUN_OPTION
 from asyncworker.consumer import misfit
 from asyncworker.errors import NotThere
 from asyncworker.ledger import Row
@@ -24,7 +25,16 @@ from asyncworker.redis_broker import WorkerBroker
 from asyncworker.visitor import Visitor
 
 #: Options that a message has from its earlier attempts: without them it gets all of its retries again.
-SPENT = ("retries", "crashes", LOSSES_OPTION, TRACEBACK_OPTION, ERROR_OPTION, "eta")
+SPENT = (
+    "retries",
+    "crashes",
+    LOSSES_OPTION,
+    TRACEBACK_OPTION,
+    ERROR_OPTION,
+    BEGUN_OPTION,
+    BEGUN_BY_OPTION,
+    "eta",
+)
 
 #: A preview shows as many.
 EXAMPLES = 5

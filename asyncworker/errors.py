@@ -11,6 +11,7 @@
     │   ├── InvalidSeed           a seed that is no integer in 0 .. 2**63-1
     │   ├── UrlRefused            not a URL, or one that this deployment does not open
     │   ├── PathRefused           a file outside the output directory
+    │   ├── UnknownOutcome        what has begun before, and no one knows how it ended: a person decides
     │   └── Unsupported           something that the worker's engine cannot do
     ├── EngineError               the browser or what launches it; retried with the same seed
     │   ├── LaunchFailed          no browser came up in time
@@ -21,6 +22,8 @@
     │   ├── ExitDrifted           the proxy's exit changed under the browser
     │   ├── PhaseTimeout          a step of ours took too long (its name is in `phase`)
     │   └── ForkedBrowser         used in a forked child of the process that launched it
+    ├── StepHeld                  another message is at the same step; retried
+    ├── StaleAttempt              the message was taken by another worker, which goes on with it
     └── SessionOver               the code kept a session beyond its attempt, or called on when it was cancelled
 
 Playwright's own errors about a page (a timeout, a refused navigation, a missing selector) pass
@@ -137,6 +140,18 @@ class PathRefused(RefusedMessage, ValueError):
     path: str | None
 
 
+class UnknownOutcome(RefusedMessage):
+    """No one knows whether this took place; look, then run `asyncworker once resolve` or `asyncworker dead retry`.
+
+    Whoever had begun it was lost. `subject` is the step, or the message of an actor with delivery="at_most_once".
+
+    Not raised where an effect may take place again: by default the next one simply enters the step.
+    """
+
+    fields = ("subject",)
+    subject: str | None
+
+
 class Unsupported(RefusedMessage, NotImplementedError):
     """The worker's engine cannot do this; set another ASYNCWORKER_ENGINE, or use what the sentence names instead.
 
@@ -207,6 +222,27 @@ class PhaseTimeout(EngineError, TimeoutError):
 
 class ForkedBrowser(EngineError):
     """A browser cannot be used in a fork of the process that launched it: launch after the fork, or use spawn."""
+
+
+class StepHeld(AsyncworkerError):
+    """Another message holds this step and was not done with it in time; this one is retried like after any failure.
+
+    Not raised for an earlier attempt of the same message: a later one takes its place at once.
+    """
+
+    fields = ("step",)
+    step: str | None
+
+
+class StaleAttempt(AsyncworkerError):
+    """This attempt's message was taken by another worker, which goes on with it; it is not retried from here.
+
+    Raised where a step is entered, confirmed or completed, not for what the code does without one.
+    """
+
+    fields = ("step", "fence")
+    step: str | None
+    fence: int | None
 
 
 class SessionOver(AsyncworkerError):

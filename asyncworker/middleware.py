@@ -38,20 +38,25 @@ from collections.abc import Callable
 from typing import Any
 
 import redis
-from dramatiq import Broker, MessageProxy, Worker
+from dramatiq import Actor, Broker, MessageProxy, Worker
 from dramatiq.asyncio import set_event_loop_thread
 from dramatiq.middleware import Middleware as DramatiqMiddleware
 from dramatiq.middleware import MiddlewareError
 
 from asyncworker import processes, scratch
 from asyncworker.accounting import LOSSES_OPTION, Accounting, keep_in_dead_letter, now_ms, outcome_of
+from asyncworker.at_most_once import AT_MOST_ONCE, DELIVERY_OPTION, begin, check_delivery
 from asyncworker.engines import Engine
-from asyncworker.errors import AsyncworkerError, EngineError
+from asyncworker.errors import AsyncworkerError, DeclarationError, EngineError
+from asyncworker.fencing import Fence
 from asyncworker.heartbeat import consumed_queues
 from asyncworker.ledger import Ledger, Outcome, Row
 from asyncworker.loop import LoopThread
+from asyncworker.once import Steps
 from asyncworker.runtime import Attempt, Runtime, current_attempt, set_runtime
 from asyncworker.settings import DEFAULT_SLOTS, Settings
+from asyncworker.step_records import MemoryStepRecords, StepRecords
+from asyncworker.unique import UNIQUE_OPTION, check_unique
 
 logger = logging.getLogger("asyncworker.worker")
 
@@ -94,6 +99,10 @@ class Middleware(DramatiqMiddleware):
         """
 
 
+class NotDeclared(DeclarationError, MiddlewareError):
+    """An actor's options cannot be; any other exception of a hook would be logged, and the actor declared."""
+
+
 class BootFailed(MiddlewareError):
     """The worker process has no loop or no engine to ask, so it ends instead of failing every message."""
 
@@ -120,6 +129,7 @@ class BrowserMiddleware(Middleware):
         ledger: Where attempts are recorded.
         draw_seed: Gives the deployment's seed, drawing it when it is the first to ask; may block.
         engine: What launches browsers; None: the one that the settings name.
+        step_records: Where steps that are done once are kept; None: in this process.
     """
 
     def __init__(
@@ -129,8 +139,14 @@ class BrowserMiddleware(Middleware):
         ledger: Ledger,
         draw_seed: Callable[[], int],
         engine: Engine | None = None,
+        step_records: StepRecords | None = None,
     ) -> None:
         self.settings = settings
+        self.steps = Steps(
+            step_records or MemoryStepRecords(),
+            lease_ms=settings.heartbeat_timeout_ms,
+            kept_ms=settings.once_ttl_ms,
+        )
         self.ledger = ledger
         self.worker_id = ""
         self._draw_seed = draw_seed
@@ -143,7 +159,7 @@ class BrowserMiddleware(Middleware):
 
     @property
     def actor_options(self) -> set[str]:
-        return {SESSION_OPTION, IDENTITY_OPTION, CONTEXT_OPTION}
+        return {SESSION_OPTION, IDENTITY_OPTION, CONTEXT_OPTION, DELIVERY_OPTION, UNIQUE_OPTION}
 
     @property
     def runtime(self) -> Runtime:
@@ -170,6 +186,19 @@ class BrowserMiddleware(Middleware):
             self._seed = self._draw_seed()
         return self._seed
 
+    def before_declare_actor(self, broker: Broker, actor: Actor[..., Any]) -> None:
+        try:
+            check_unique(actor)
+            check_delivery(actor)
+        except DeclarationError as error:
+            raise NotDeclared(str(error)) from None
+        asked = [name for name in (UNIQUE_OPTION, DELIVERY_OPTION) if actor.options.get(name)]
+        if asked and not getattr(broker, "can_guard", False):
+            raise NotDeclared(
+                f"{actor.actor_name} has {' and '.join(asked)}, which needs Redis or Valkey as the broker, and this is "
+                f"{type(broker).__name__}; guard the effect by `session.once(...)` instead, which needs a store only"
+            )
+
     # --- boot and shutdown
 
     def before_worker_boot(self, broker: Broker, worker: Worker) -> None:
@@ -189,6 +218,7 @@ class BrowserMiddleware(Middleware):
         self._runtime.on_attempt = self._accounting.numbered
         self._runtime.on_session = self._accounting.session_began
         self._runtime.default_seed = self.deployment_seed
+        self._runtime.steps, self._runtime.worker_id = self.steps, self.worker_id
         set_runtime(self._runtime, self._loop.loop)
         self._accounting.start()
         threading.Thread(target=self._sweep, name="asyncworker-sweep", daemon=True).start()
@@ -281,9 +311,23 @@ class BrowserMiddleware(Middleware):
             worker=self.worker_id,
             opened_ms=now_ms(),
         )
-        at_once = bool(actor.options.get(SESSION_OPTION) or message.options.get(LOSSES_OPTION))
-        row = self._accounting.begin(message, row, at_once=at_once)
-        current_attempt.set(Attempt(row.seed, row.message_id, row.actor, row.attempt))
+        has_session = bool(actor.options.get(SESSION_OPTION))
+        row = self._accounting.begin(message, row, at_once=has_session or bool(message.options.get(LOSSES_OPTION)))
+        fence = self._fence(message, has_session)
+        current_attempt.set(Attempt(row.seed, row.message_id, row.actor, row.attempt, fencing=fence))
+        if actor.options.get(DELIVERY_OPTION) == AT_MOST_ONCE:
+            begin(broker, message, self.worker_id)
+
+    def _fence(self, message: MessageProxy, at_once: bool) -> Fence:
+        """The fence that the message was fetched with; where the broker gives none, the store does."""
+        fetched: Fence | None = getattr(message, "fencing", None)
+        fence = fetched or Fence(draw=self.steps.records.draw_fence)
+        if at_once and fetched is None:
+            try:
+                fence.value  # noqa: B018 -- drawn before the attempt begins
+            except redis.RedisError as error:
+                logger.warning("the attempt of message %s has no fence yet: %s", message.message_id, error)
+        return fence
 
     def after_process_message(
         self,
@@ -320,6 +364,11 @@ class BrowserMiddleware(Middleware):
 def ledger_of(broker: Broker) -> Ledger:
     """The account of attempts that a broker's middleware keeps."""
     return next(each for each in broker.middleware if isinstance(each, BrowserMiddleware)).ledger
+
+
+def steps_of(broker: Broker) -> Steps:
+    """The steps that are done once, as a broker's middleware keeps them."""
+    return next(each for each in broker.middleware if isinstance(each, BrowserMiddleware)).steps
 
 
 def serves_sessions(broker: Broker, worker: Worker) -> bool:

@@ -19,10 +19,12 @@ from asyncworker.consumer import WorkerConsumer
 from asyncworker.delivery import Delivery, Item, Shipment, Undelivered
 from asyncworker.errors import BrokerUnavailable, ConfigurationError
 from asyncworker.exchange import Exchange, ask_together
+from asyncworker.fencing import Claim, Fence
 from asyncworker.ledger import KEPT, ClosedRow, text
 from asyncworker.patience import Patience, PatientAfterAttempts, patiently
 from asyncworker.producing import ProducerBroker, ToSend
 from asyncworker.settling import Settled, Settling
+from asyncworker.unique import unique_keys
 
 _SCRIPT = (Path(__file__).parent / "broker.lua").read_text()
 
@@ -37,6 +39,9 @@ KEPT_MS_AFTER = 60_000
 
 #: A worker sends again for as long as it takes.
 KEPT_MS_BY_WORKERS = 24 * 3_600_000
+
+#: What the id of a unique message begins with: the store looks for a key that it holds only where this is.
+UNIQUE_ID = "u."
 
 R = TypeVar("R")
 
@@ -53,6 +58,8 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         heartbeat_timeout_ms: A worker that was not heard of for this long is taken for dead.
         send_timeout_ms: How long a producer tries to have a message taken.
     """
+
+    can_guard = True
 
     def __init__(
         self, *, client: redis.Redis, where: str, heartbeat_timeout_ms: int = 15_000, send_timeout_ms: int = 10_000
@@ -86,6 +93,10 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
     def stranded(self, queue_name: str) -> set[str]:
         """The ids of those that it is done with and that the store has refused to settle for good."""
         return self._stranded[queue_name]
+
+    def fence(self, queue_name: str, identifier: str, value: int) -> Fence:
+        """The fence of an attempt of what this process's worker has fetched."""
+        return Fence(value, claim=Claim(f"{self.namespace}:__acks__.{self.broker_id}.{queue_name}", identifier))
 
     def wake_key(self, queue_name: str) -> str:
         """The list by which an idle consumer of a queue is woken."""
@@ -138,8 +149,8 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
 
         Returns:
             Milliseconds to the next delayed message or -1; how many fetched messages the caller does not know of;
-            how often messages were lost: a list of a place and a number in turn, for those that ever were; then an id
-            and a body for each message.
+            how often messages were lost: a list of a place and a number in turn, for those that ever were; the fence of
+            the first message, from which on the others count; then an id and a body for each message.
         """
         words = (most, held, free, *begun)
         command = ("EVALSHA", self._script.sha, 1, self.namespace, "fetch", queue_name, self.broker_id, *words)
@@ -201,27 +212,49 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
 
     def _send(self, given: list[ToSend]) -> list[Message[Any]]:
         pairs = [each if isinstance(each, tuple) else (each, None) for each in given]
+        keys = unique_keys(self, pairs)  # of most messages there are none, and they pay nothing for it
         prepared = [(_prepared(message, delay), delay) for message, delay in pairs]
         for message, delay in prepared:
             self.emit_before("enqueue", message, delay)
         messages = [message for message, _ in prepared]
         shipment = self._delivery.pack(
             [Item(each.queue_name, each.options["redis_message_id"], each.encode()) for each in messages]
+            if not keys
+            else self._guarded(messages, keys)
         )
         taken = set(range(len(messages)))
         try:
             self._deliver(shipment)
         except Undelivered as error:
             taken = error.taken
+            _name_those_there(messages, shipment)
             raise self._unavailable(error, given, messages) from error.__cause__
         except BaseException:  # a worker that gave up, since it has to stop
             taken = set()
             raise
         finally:
             self._delivery.done(shipment)
-            for place in sorted(taken):
+            there = _name_those_there(messages, shipment) if keys else {}
+            for place in sorted(taken - there.keys() if there else taken):
                 self.emit_after("enqueue", *prepared[place])
         return messages
+
+    def _guarded(self, messages: list[Message[Any]], keys: dict[int, str]) -> list[Item]:
+        """The items of messages of which some are unique: their ids say so to the store."""
+        for place in keys:
+            options = messages[place].options
+            options["redis_message_id"] = UNIQUE_ID + options["redis_message_id"]
+        return [
+            Item(
+                each.queue_name,
+                each.options["redis_message_id"],
+                each.encode(),
+                each.message_id,
+                keys.get(place, ""),
+                self.is_after_attempt,
+            )
+            for place, each in enumerate(messages)
+        ]
 
     def _deliver(self, shipment: Shipment) -> None:
         if not self.is_after_attempt:
@@ -258,6 +291,14 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
             taken=[messages[place] for place in sorted(error.taken)],
             untaken=[given[place] for place in left],
         )
+
+
+def _name_those_there(messages: list[Message[Any]], shipment: Shipment) -> dict[int, str]:
+    """Give unique messages that were there already the ids that those have; returns these by place."""
+    there = {place: message_id for parcel in shipment if parcel.there for place, message_id in parcel.there.items()}
+    for place, message_id in there.items():
+        messages[place] = messages[place].copy(message_id=message_id)
+    return there
 
 
 def _prepared(message: Message[Any], delay: int | None) -> Message[Any]:

@@ -9,7 +9,14 @@ from dramatiq import Broker, MessageProxy
 from dramatiq.middleware import Retries as DramatiqRetries
 from dramatiq.middleware import Shutdown
 
-from asyncworker.errors import BrowserCrashed, BrowserRecycled, ExitDrifted, PageCrashed, RefusedMessage
+from asyncworker.errors import (
+    BrowserCrashed,
+    BrowserRecycled,
+    ExitDrifted,
+    PageCrashed,
+    RefusedMessage,
+    StaleAttempt,
+)
 from asyncworker.middleware import emit
 
 logger = logging.getLogger("asyncworker.worker")
@@ -36,6 +43,9 @@ class Retries(DramatiqRetries):
         if isinstance(exception, RefusedMessage):
             logger.error("message %s is dead-lettered: %s", message.message_id, exception)
             message.fail()
+            return
+        if isinstance(exception, StaleAttempt):
+            logger.warning("message %s is not retried from here: %s", message.message_id, exception)
             return
         if self._is_innocent(broker, message, exception):
             self._enqueue_again(broker, message, exception)

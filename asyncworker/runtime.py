@@ -11,7 +11,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,14 @@ from asyncworker.contexts import current_lease, in_lease
 from asyncworker.ending import Ending, current_interruption
 from asyncworker.engines import Engine, Fault
 from asyncworker.errors import BrokerUnavailable, PhaseTimeout, RefusedMessage
+from asyncworker.fencing import Fence
 from asyncworker.generation import Clock, Lease, LoopClock
 from asyncworker.identity import Identity
 from asyncworker.lending import Loan, Slots
+from asyncworker.once import Holder, OnLost, Step, Steps
 from asyncworker.settings import Settings, load
 from asyncworker.shielding import shielded
+from asyncworker.step_records import MemoryStepRecords
 from asyncworker.threads import in_thread
 from asyncworker.watch import Watch
 
@@ -56,6 +59,15 @@ class Attempt:
     actor: str | None = None
     number: int = 1
     deadline: float | None = None
+    fencing: Fence = field(default_factory=Fence, repr=False, compare=False)
+
+    @property
+    def fence(self) -> int:
+        """An integer that only grows over the attempts of a message, given by the store when a worker takes it.
+
+        With RabbitMQ an attempt without a session asks the store for it here, which blocks for a round trip.
+        """
+        return self.fencing.value
 
 
 #: The attempt that the running worker thread, and the code that it started on the loop, is at.
@@ -82,13 +94,24 @@ class Session:
         log: A logger whose lines say to which message, actor, attempt, seed, identity and browser they belong.
     """
 
-    def __init__(self, lease: Lease, attempt: Attempt, identity: Identity, settings: Settings) -> None:
+    def __init__(
+        self,
+        lease: Lease,
+        attempt: Attempt,
+        identity: Identity,
+        settings: Settings,
+        *,
+        steps: Steps | None = None,
+        worker: str = "",
+    ) -> None:
         self.attempt = attempt
         self.identity = identity
         self.seed = identity.seed
         self.settings = settings
         self.log = SessionLog(logger, _facts(attempt, identity, lease))
         self._lease = lease
+        self._steps = steps or Steps(MemoryStepRecords())
+        self._worker = worker
         self._random: random.Random | None = None
 
     @property
@@ -117,6 +140,36 @@ class Session:
         if self._random is None:
             self._random = identities.stream(self.seed, "session")
         return self._random
+
+    def once(
+        self, name: str, key: str | int | None = None, *, on_lost: OnLost = "open", wait_ms: int = 10_000
+    ) -> contextlib.AbstractAsyncContextManager[Step]:
+        """A step that is done once, over all attempts, duplicates and workers; what is promised stands in once.py.
+
+            async with session.once("insert", url) as step:
+                if not step.done:
+                    step.value = await insert(url, unique_by=step.id)
+            return step.value
+
+        The step is done when the block ends without an exception. Outside a worker only this session knows of it.
+
+        Parameters:
+            name: Which step of this actor it is.
+            key: Which of its effects, over all messages of this actor; None: this message's own.
+            on_lost: What becomes of a step whose holder died, or whose block raised: `open`: the next one enters it;
+                `unknown`: no one does, until a person has said by `asyncworker once resolve` what became of it.
+            wait_ms: How long to wait for another message that holds it.
+
+        Raises:
+            StepHeld: When that was not done in time; this message is retried.
+            StaleAttempt: When this attempt's message was taken by another worker.
+            UnknownOutcome: When a person has to decide; the message is in the dead letters then.
+            ValueError: For a name or key that cannot be one.
+            redis.RedisError, BrokerUnavailable: When the store does not answer.
+        """
+        attempt = self.attempt
+        holder = Holder(attempt.message_id or "", attempt.actor or "", self._worker, attempt.fencing)
+        return self._steps.once(holder, name, key, on_lost=on_lost, wait_ms=wait_ms)
 
     def _open_lease(self) -> Lease:
         ending = self._lease.ending
@@ -152,6 +205,9 @@ class Runtime:
         self.on_ready: Callable[[Attempt], Attempt] = lambda attempt: attempt
         #: Called with it when its code has ended: what is left to do then has limits of its own.
         self.on_code_ended: Callable[[Attempt], None] = lambda attempt: None
+        #: The steps that sessions enter, and who enters them; None: each session knows its own only.
+        self.steps: Steps | None = None
+        self.worker_id = ""
         #: Gives the deployment's seed; may ask the store, so it is called in a thread.
         self.default_seed: Callable[[], int] = lambda: _drawn_once(settings.seed)
 
@@ -205,7 +261,7 @@ class Runtime:
         try:
             with self._limited(attempt) as attempt, in_lease(lease), _interrupting(loan):
                 self._limit_waits(lease, attempt)
-                session = Session(lease, attempt, identity, self.settings)
+                session = Session(lease, attempt, identity, self.settings, steps=self.steps, worker=self.worker_id)
                 async with self._watched(lease):
                     await self.on_session(attempt, lease.generation.number, identity)
                     yield session

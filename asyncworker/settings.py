@@ -213,6 +213,7 @@ class Settings(BaseSettings):
         description="for the contexts of a browser that is replaced to end, before they are ended and their messages "
         "run again; none: longer than any of their time limits",
     )
+    once_ttl_ms: Millis = Field(604_800_000, description="how long a step of `session.once` that is done is known")
     result_ttl_ms: Millis = Field(600_000, description="how long results are kept, unless the actor sets it")
 
     @field_validator("proxy")

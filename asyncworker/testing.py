@@ -12,6 +12,7 @@ what was called on them.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from asyncworker.ledger import Ledger, MemoryLedger, Row
 from asyncworker.middleware import BrowserMiddleware, emit_receive
 from asyncworker.producing import ProducerBroker
 from asyncworker.settings import Settings, load
+from asyncworker.unique import unique_key
 from asyncworker.watchdog import Watchdog
 
 __all__ = [
@@ -48,6 +50,35 @@ R = TypeVar("R")
 class WorkerStubBroker(ProducerBroker, StubBroker):
     """Dramatiq's stub broker with the middleware of a real deployment, and its receive hook."""
 
+    can_guard = True
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        #: Unique keys: the message that holds each, and how often it is enqueued and not settled: twice with its retry.
+        self._holders: dict[str, tuple[str, int]] = {}
+        self._guarding = threading.Lock()
+
+    def enqueue(self, message: Message[R], *, delay: int | None = None) -> Message[R]:
+        if not (key := unique_key(self, message)):
+            return super().enqueue(message, delay=delay)
+        with self._guarding:
+            holder, count = self._holders.get(key, (message.message_id, 0))
+            if holder != message.message_id:
+                return message.copy(message_id=holder)
+            self._holders[key] = holder, count + 1
+        return super().enqueue(message, delay=delay)
+
+    def settled(self, message: MessageProxy) -> None:
+        """Free the unique key of a message that is done, unless its retry waits."""
+        if not (key := unique_key(self, message)):  # type: ignore[arg-type]  # a proxy of one
+            return
+        with self._guarding:
+            holder, count = self._holders.get(key, ("", 0))
+            if holder == message.message_id and count > 1:
+                self._holders[key] = holder, count - 1
+            elif holder == message.message_id:
+                del self._holders[key]
+
     def consume(self, queue_name: str, prefetch: int = 1, timeout: int = 100) -> Any:
         return _Receiving(self, super().consume(queue_name, prefetch, timeout))
 
@@ -67,6 +98,14 @@ class _Receiving:
         if message is not None:
             emit_receive(self._broker, message)
         return message
+
+    def ack(self, message: MessageProxy) -> None:
+        self._consumer.ack(message)
+        self._broker.settled(message)
+
+    def nack(self, message: MessageProxy) -> None:
+        self._consumer.nack(message)
+        self._broker.settled(message)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._consumer, name)
