@@ -12,7 +12,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     lineage, processes, scratch, engines/       whose process or directory is this; what launches a browser
     generation, launching, contexts             one browser; how it and its contexts begin and end
     turn, recycling, browser                    when it is replaced; the owner of all
-    lending, watch, loop, runtime               one attempt on it
+    lending, watch, loop, session, runtime      one attempt on it, and what its code receives
     state_dirs, embedded, vetting               the edges: a store to begin with, and whether it will do
     connecting, patience                        how it is reached, and waited for
     settling, heartbeat, alarm                  what is done is told together; who lives; what is due
@@ -44,7 +44,8 @@ from asyncworker.broker import get_broker
 from asyncworker.errors import AsyncworkerError
 from asyncworker.middleware import Middleware
 from asyncworker.producing import SentMessage, aresult
-from asyncworker.runtime import Attempt, Session, open_session
+from asyncworker.runtime import open_session
+from asyncworker.session import Attempt, Session
 from asyncworker.settings import Settings
 
 __all__ = [

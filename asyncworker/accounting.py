@@ -35,7 +35,7 @@ from asyncworker.errors import (
 from asyncworker.identity import Identity
 from asyncworker.ledger import Ledger, Outcome, Row
 from asyncworker.patience import patiently
-from asyncworker.runtime import Attempt
+from asyncworker.session import Attempt
 from asyncworker.threads import in_thread
 from asyncworker.visitor import Visitor, change
 

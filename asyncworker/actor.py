@@ -23,7 +23,7 @@ from asyncworker.errors import DeclarationError, InvalidArguments
 from asyncworker.identity import checked_seed, new_seed
 from asyncworker.middleware import CONTEXT_OPTION, IDENTITY_OPTION, SESSION_OPTION, BrowserMiddleware
 from asyncworker.producing import SentMessage, aside, awaitable, one_send
-from asyncworker.runtime import Session, current_attempt
+from asyncworker.session import Session, current_attempt
 from asyncworker.unique import UNIQUE_OPTION, Unique
 
 P = ParamSpec("P")

@@ -53,7 +53,8 @@ from asyncworker.heartbeat import consumed_queues
 from asyncworker.ledger import Ledger, Outcome, Row
 from asyncworker.loop import LoopThread
 from asyncworker.once import Steps
-from asyncworker.runtime import Attempt, Runtime, current_attempt, set_runtime
+from asyncworker.runtime import Runtime, set_runtime
+from asyncworker.session import Attempt, current_attempt
 from asyncworker.settings import DEFAULT_SLOTS, Settings
 from asyncworker.step_records import MemoryStepRecords, StepRecords
 from asyncworker.unique import UNIQUE_OPTION, check_unique

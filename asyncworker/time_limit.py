@@ -17,7 +17,7 @@ from dramatiq.middleware import TimeLimit as DramatiqTimeLimit
 
 from asyncworker.browser import MOST_DEAD_BROWSERS
 from asyncworker.middleware import SESSION_OPTION, BrowserMiddleware
-from asyncworker.runtime import Attempt, current_attempt
+from asyncworker.session import Attempt, current_attempt
 from asyncworker.settings import Settings
 
 #: Time limits are checked this often. Dramatiq's default of a second is long beside a page that takes 0.1 s.

@@ -25,7 +25,7 @@ from dramatiq.middleware import Middleware as DramatiqMiddleware
 from asyncworker import processes
 from asyncworker.loop import LoopThread
 from asyncworker.middleware import BrowserMiddleware
-from asyncworker.runtime import Attempt, current_attempt
+from asyncworker.session import Attempt, current_attempt
 from asyncworker.settings import Settings
 from asyncworker.time_limit import Overdue, TimeLimit
 

@@ -22,7 +22,8 @@ from rich.table import Table
 
 from asyncworker import processes
 from asyncworker.demo.site import ShopSite
-from asyncworker.runtime import Attempt, Runtime
+from asyncworker.runtime import Runtime
+from asyncworker.session import Attempt
 from asyncworker.settings import load
 
 SLOTS = 4

@@ -23,7 +23,8 @@ from asyncworker.browser import BrowserHost
 from asyncworker.engines import Engine, create
 from asyncworker.errors import BrowserCrashed, ForkedBrowser, LaunchFailed, PageCrashed, PhaseTimeout
 from asyncworker.identity import Identity
-from asyncworker.runtime import Attempt, Runtime
+from asyncworker.runtime import Runtime
+from asyncworker.session import Attempt
 from asyncworker.settings import Settings, child_environment, load
 from asyncworker.testing import Document, FakeEngine
 from tests.site import BehaviourSite

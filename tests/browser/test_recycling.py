@@ -12,7 +12,8 @@ import pytest
 
 from asyncworker import processes
 from asyncworker.errors import BrowserRecycled
-from asyncworker.runtime import Attempt, Runtime
+from asyncworker.runtime import Runtime
+from asyncworker.session import Attempt
 from asyncworker.settings import load
 from tests.site import BehaviourSite
 from tests.waiting import eventually

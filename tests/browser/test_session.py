@@ -11,7 +11,8 @@ import pytest
 from asyncworker import processes
 from asyncworker.ending import Interruption, current_interruption
 from asyncworker.errors import BrowserCrashed, LaunchFailed, PageCrashed, SessionOver
-from asyncworker.runtime import Attempt, Runtime, open_session
+from asyncworker.runtime import Runtime, open_session
+from asyncworker.session import Attempt
 from asyncworker.settings import load
 from tests.site import BehaviourSite
 from tests.waiting import eventually

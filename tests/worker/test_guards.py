@@ -15,7 +15,7 @@ from asyncworker import Session, actor
 from asyncworker.broker import middleware_in_order
 from asyncworker.errors import BrowserCrashed, DeclarationError, StaleAttempt, UnknownOutcome
 from asyncworker.ledger import MemoryLedger
-from asyncworker.runtime import current_attempt
+from asyncworker.session import current_attempt
 from asyncworker.settings import load
 from asyncworker.testing import StubWorker, stub_worker
 

@@ -16,7 +16,8 @@ from asyncworker.browser import BrowserHost
 from asyncworker.errors import BrowserRecycled
 from asyncworker.identity import Identity
 from asyncworker.recycling import RETRY_S
-from asyncworker.runtime import Attempt, Runtime
+from asyncworker.runtime import Runtime
+from asyncworker.session import Attempt
 from asyncworker.settings import load
 from asyncworker.testing import FakeClock, FakeEngine
 from asyncworker.turn import Turn
