@@ -174,7 +174,8 @@ def middleware_in_order(
         Pipelines(),
         Retries(),
         Results(backend=results, result_ttl=settings.result_ttl_ms),  # stored before anything reports success
-        TimeLimit(settings),  # of the actor alone: it begins last and ends first
+        TimeLimit(settings),  # of the actor alone: it begins late and ends early
+        Interrupts(),  # the same, and what was cancelled is told to all others
     ]
 
 
