@@ -17,8 +17,8 @@ from typing import Any
 
 import redis
 from dramatiq import Actor, Broker, Message, MessageProxy, Worker
-from dramatiq.middleware import Results
-from dramatiq.middleware.middleware import Middleware
+from dramatiq.middleware import Middleware
+from dramatiq.results import Results
 from dramatiq.threading import raise_thread_exception
 
 from asyncworker.cancellations import Cancellations, Cancelled, as_cancelled
@@ -142,7 +142,7 @@ class Interrupts(Middleware):
                     all_told = False
                     continue
                 running.is_told = True
-                raise_thread_exception(thread, Cancelled)
+                raise_thread_exception(thread, Cancelled)  # type: ignore[no-untyped-call]
                 logger.info("message %s was cancelled; its thread is interrupted", running.message_id)
                 if self._limit is not None:
                     self._limit.expect_end(thread)
@@ -181,5 +181,5 @@ def store_error(broker: Broker, message: Any, error: BaseException, *, may_store
             if one.actor_name in broker.actors:
                 stores, ttl_ms = results._lookup_options(broker, one)  # type: ignore[no-untyped-call]
             if stores:
-                results.backend.store_exception(one, error, ttl_ms)  # type: ignore[arg-type]
+                results.backend.store_exception(one, error, ttl_ms)
         following = (following.get("options") or {}).get("pipe_target")

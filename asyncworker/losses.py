@@ -71,7 +71,9 @@ class Losses(Middleware):
                     f"died under it each time; it may be lost {most} times (ASYNCWORKER_MAX_LOSSES, or max_losses of "
                     "the actor)"
                 )
-        self._gate.enter(broker, alone=0 < losses == self._most(broker, message) - 1 and not is_cancelled(broker, message))
+        self._gate.enter(
+            broker, alone=0 < losses == self._most(broker, message) - 1 and not is_cancelled(broker, message)
+        )
         if losses and hasattr(broker, "begin"):
             broker.begin(message)
 

@@ -82,7 +82,7 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         self.alarm = Alarm(self._ring)
         records = RedisCancelRecords(client, prefix=f"{self.namespace}:")
         #: Which messages were cancelled; what is fetched brings the news.
-        self.cancellations = Cancellations(records, told_by_fetch=True)
+        self.cancellations: Cancellations = Cancellations(records, told_by_fetch=True)
         self._look = ("GET", records.serial_key)
         #: True when this process's worker takes no more messages.
         self.is_stopping = False
