@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from dramatiq import Message
+from playwright.sync_api import sync_playwright
 
 from asyncworker.engines.finding import find
 from asyncworker.hurry import EXIT_TOLD_AGAIN
@@ -103,15 +104,22 @@ def test_no_message_begins_after_the_signal_though_its_worker_was_waiting_for_on
     }
 
 
+def browser() -> Path:
+    found = find(load({}, engine="chromium"))
+    assert found is not None
+    if found.executable is not None:
+        return found.executable
+    with sync_playwright() as playwright:
+        return Path(playwright.chromium.executable_path)
+
+
 @pytest.fixture
 def slow_browser(state_dir: Path) -> Callable[[float], dict[str, Any]]:
     """Settings of a browser that takes a while to start, and notes that it was."""
 
     def make(seconds: float) -> dict[str, Any]:
-        found = find(load({}, engine="chromium"))
-        assert found is not None
         script = state_dir / "slow"
-        script.write_text(f'#!/bin/sh\ntouch {state_dir}/launched\nsleep {seconds}\nexec {found.path} "$@"\n')
+        script.write_text(f"#!/bin/sh\ntouch '{state_dir}/launched'\nsleep {seconds}\nexec '{browser()}' \"$@\"\n")
         script.chmod(0o755)
         return {"executable_path": str(script)}
 
