@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import signal
@@ -89,7 +90,8 @@ class Subject:
         tokens = self.tokens()
         pids = [process.pid for process in processes.carriers(lambda token: token in tokens)]
         for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+            with contextlib.suppress(ProcessLookupError):  # a helper process that ended between the look and the signal
+                os.kill(pid, signal.SIGSTOP)
         return pids
 
 
