@@ -27,7 +27,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     redis_broker                                Redis or Valkey as the broker
     speaking, rabbitmq_consumer, rabbitmq       RabbitMQ as the broker
     broker                                      which of them, and the order of its middleware
-    actor, deployment, actors                   @actor; the entry of `dramatiq asyncworker.actors`
+    actor, last_words, deployment, actors       @actor; the entry of `dramatiq asyncworker.actors`
     kept_worker, supervisor                     workers that are replaced when they die
     commands, installing, sending               what the command `asyncworker` does,
     broker_checks, doctor                       how it looks at what is there,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -111,6 +112,10 @@ class _Receiving:
         return getattr(self._consumer, name)
 
 
+#: How often it is looked whether the contexts are closed.
+_LOOK_S = 0.001
+
+
 class StubWorker:
     """A real Dramatiq worker on a stub broker: the whole way of a message but the store.
 
@@ -141,12 +146,25 @@ class StubWorker:
         return message.get_result(backend=self.broker.get_results_backend())
 
     def join(self, queue_name: str = "default", *, timeout_ms: int = 30_000) -> None:
-        """Wait until a queue is empty and nothing of it runs."""
+        """Wait until a queue is empty, nothing of it runs, and the contexts of its messages are closed.
+
+        Raises:
+            TimeoutError: When that is not so in time.
+        """
+        ends_at = time.monotonic() + timeout_ms / 1000
         try:
             self.broker.join(queue_name, timeout=timeout_ms, fail_fast=False)
         except dramatiq.errors.QueueJoinTimeout:
             raise TimeoutError(f"the messages of {queue_name} were not done in {timeout_ms} ms") from None
         self.worker.join()
+        while self._slots_in_use() and time.monotonic() < ends_at:
+            time.sleep(_LOOK_S)  # a message is done before its context is closed
+        if self._slots_in_use():
+            raise TimeoutError(f"a context of {queue_name}'s messages was not closed in {timeout_ms} ms")
+
+    def _slots_in_use(self) -> int:
+        runtime = next(each for each in self.broker.middleware if isinstance(each, BrowserMiddleware)).runtime
+        return runtime.slots.in_use
 
     def rows(self, message: Message[Any]) -> list[Row]:
         """The attempts of a message, first to last."""

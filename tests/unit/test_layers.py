@@ -32,7 +32,7 @@ generation launching contexts turn recycling browser lending watch loop session 
 state_dirs embedded vetting connecting patience settling alarm heartbeat
 unique at_most_once attempt_log accounting middleware time_limit watchdog losses retries fitness supervised
 prefetch consumer exchange delivery result_watch results producing redis_broker
-speaking rabbitmq_consumer rabbitmq broker actor
+speaking rabbitmq_consumer rabbitmq broker actor last_words
 asyncworker
 deployment actors kept_worker supervisor
 broker_checks commands installing doctor sending queues dead_letters identities demo demo.site demo.run
