@@ -3,28 +3,37 @@
 A map, top to bottom; each file may import what stands above it in its group or in an earlier group:
 
     errors, identity, urls, stores, settings     core: no queue, no browser library
-    ledger, shielding                           the account of attempts; work that ends although its waiter is cancelled
+    ending                                      who still calls a session that is over is told so
+    ledger                                      the account of attempts
+    shielding, threads                          work that ends although its waiter is cancelled, or that blocks
+    fencing, step_records, once                 which attempt is the latest; steps that are done once
     visitor                                     who a message was when it first ran
     guard, private_hosts                        what the shipped actors refuse
-    processes, scratch, engines/                whose process or directory is this; what launches a browser
-    generation, launching, contexts, browser    one browser; how it and its contexts begin and end; their owner
-    watch, loop, runtime                        one attempt on it
+    lineage, processes, scratch, engines/       whose process or directory is this; what launches a browser
+    generation, launching, contexts             one browser; how it and its contexts begin and end
+    turn, recycling, browser                    when it is replaced; the owner of all
+    lending, watch, loop, session, runtime      one attempt on it, and what its code receives
     state_dirs, embedded, vetting               the edges: a store to begin with, and whether it will do
     connecting, patience                        how it is reached, and waited for
     settling, heartbeat, alarm                  what is done is told together; who lives; what is due
+    unique, at_most_once                        messages that are there once, and such as begin once
     attempt_log, accounting                     a log line and a row for each attempt
-    middleware, fitness, retries, prefetch      what fires when, what a worker needs, and how much it takes
+    middleware, time_limit, watchdog            what fires when; how long code may run, and what if it does not end
+    losses, retries, fitness                    which messages are run again; what a worker needs
+    prefetch, supervised                        how much it takes; what stands above it, and hears that it is ready
     consumer                                    what takes messages off a queue
     exchange, delivery                          how a producer asks the store, and has it take messages
     result_watch, results, producing            where results lie, how a loop waits for them, and how it sends
     redis_broker                                Redis or Valkey as the broker
     speaking, rabbitmq_consumer, rabbitmq       RabbitMQ as the broker
     broker                                      which of them, and the order of its middleware
-    actor, deployment, actors                   @actor; the entry of `dramatiq asyncworker.actors`
+    actor, last_words, deployment, actors       @actor; the entry of `dramatiq asyncworker.actors`
+    kept_worker, supervisor                     workers that are replaced when they die
     commands, installing, sending               what the command `asyncworker` does,
     broker_checks, doctor                       how it looks at what is there,
     queues, dead_letters, identities, demo/     with its demo
-    terminal, cli_dead_letters, cli_queues, cli its words, and what it prints
+    terminal, cli_once, cli_dead_letters        its words,
+    cli_queues, cli_reap, cli                   and what it prints
     fakes, testing, pytest_plugin               for users' tests and ours
 
 Browser libraries are imported on use: importing this package costs a producer no 0.4 s.
@@ -35,7 +44,8 @@ from asyncworker.broker import get_broker
 from asyncworker.errors import AsyncworkerError
 from asyncworker.middleware import Middleware
 from asyncworker.producing import SentMessage, aresult
-from asyncworker.runtime import Attempt, Session, open_session
+from asyncworker.runtime import open_session
+from asyncworker.session import Attempt, Session
 from asyncworker.settings import Settings
 
 __all__ = [

@@ -22,12 +22,21 @@ from dramatiq import Broker, Message, MessageProxy
 from dramatiq.brokers.redis import RedisBroker
 from dramatiq.middleware import Shutdown, TimeLimitExceeded
 
+from asyncworker.at_most_once import was_cut_off
 from asyncworker.attempt_log import AttemptLog
-from asyncworker.errors import BrowserCrashed, ExitDrifted, PageCrashed, RefusedMessage
+from asyncworker.errors import (
+    BrowserCrashed,
+    BrowserRecycled,
+    ExitDrifted,
+    PageCrashed,
+    RefusedMessage,
+    UnknownOutcome,
+)
 from asyncworker.identity import Identity
 from asyncworker.ledger import Ledger, Outcome, Row
 from asyncworker.patience import patiently
-from asyncworker.runtime import Attempt
+from asyncworker.session import Attempt
+from asyncworker.threads import in_thread
 from asyncworker.visitor import Visitor, change
 
 logger = logging.getLogger("asyncworker.worker")
@@ -41,6 +50,15 @@ WRITE_TIMEOUT_S = 2.0
 #: Options of a dead letter: what its last attempt raised, in a sentence and as Dramatiq's retries keep it.
 ERROR_OPTION = "last_error"
 TRACEBACK_OPTION = "traceback"
+
+#: The option of a message that counts how often it was lost: begun by a worker process that died then.
+LOSSES_OPTION = "losses"
+
+#: How many of these the ledger and the log have: a retry, which keeps its options, was not lost again.
+NOTED_LOSSES_OPTION = "noted_losses"
+
+#: What an attempt is at once its page is ready.
+CODE_PHASE = "code"
 
 #: As many frames as Dramatiq's retries keep.
 FRAMES = 30
@@ -151,7 +169,7 @@ class Accounting:
         running = self._open.get((attempt.message_id, attempt.number))
         if running is None or running.recorded or running.failed:
             return attempt
-        await asyncio.to_thread(self._record, running)
+        await in_thread(self._record, running)
         self._open[running.key] = running
         return replace(attempt, number=running.row.attempt)
 
@@ -164,13 +182,15 @@ class Accounting:
         if running.has_met or not running.concerns(identity):
             return
         running.has_met = True
+        running.row = replace(running.row, generation=generation, phase=CODE_PHASE)
         changed = change(running.before, identity)
         if changed is not None:
             logger.warning("message %s (%s): %s", running.row.message_id, running.row.actor, changed)
         elif identity.digest is None:
+            self._note(running)
             return
         running.meet(identity, changed)
-        writing = asyncio.ensure_future(asyncio.to_thread(self._write, running))
+        writing = asyncio.ensure_future(in_thread(self._write, running))
         await asyncio.wait({writing}, timeout=WRITE_TIMEOUT_S)  # a store that hangs is waited for by `close`
 
     def close(self, outcome: Outcome, exception: BaseException | None, *, at_ms: int) -> bool:
@@ -198,6 +218,10 @@ class Accounting:
             patiently(lambda: self._ledger.close(row), "close the row of an attempt")
         return True
 
+    def _note(self, running: _Running) -> None:
+        if running.recorded and not running.closed:
+            self._ledger.note(running.row)
+
     def _write(self, running: _Running) -> None:
         with running.writing:
             if running.closed or not running.recorded:
@@ -215,7 +239,7 @@ def outcome_of(exception: BaseException | None) -> Outcome:
             return Outcome.succeeded
         case TimeLimitExceeded():
             return Outcome.timed_out
-        case Shutdown():
+        case Shutdown() | BrowserRecycled():
             return Outcome.interrupted
         case BrowserCrashed() | PageCrashed():
             return Outcome.crashed
@@ -259,7 +283,8 @@ def _found_out(message: MessageProxy) -> dict[str, Any]:
     if (visitor := Visitor.in_options(message.options)) is not None:
         visitor.write(found)
     if (exception := message._exception) is not None:
-        found[ERROR_OPTION] = _sentence(exception)
+        unknown = f"{UnknownOutcome.__name__}: " if was_cut_off(message, exception) else ""
+        found[ERROR_OPTION] = unknown + _sentence(exception)
         found[TRACEBACK_OPTION] = "".join(traceback.format_exception(exception, limit=FRAMES))
     return found
 

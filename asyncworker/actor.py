@@ -17,12 +17,14 @@ import dramatiq
 from dramatiq import Broker, Message
 from dramatiq.asyncio import get_event_loop_thread
 
+from asyncworker.at_most_once import DELIVERY_OPTION
 from asyncworker.broker import get_broker
 from asyncworker.errors import DeclarationError, InvalidArguments
 from asyncworker.identity import checked_seed, new_seed
 from asyncworker.middleware import CONTEXT_OPTION, IDENTITY_OPTION, SESSION_OPTION, BrowserMiddleware
 from asyncworker.producing import SentMessage, aside, awaitable, one_send
-from asyncworker.runtime import Session, current_attempt
+from asyncworker.session import Session, current_attempt
+from asyncworker.unique import UNIQUE_OPTION, Unique
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,6 +47,8 @@ class SessionActor(dramatiq.Actor[P, R]):
     def __init__(self, fn: _Function[P, R], *, broker: Broker, options: dict[str, Any], **how: Any) -> None:
         self.fn_async = fn
         self._context_options = options.get(CONTEXT_OPTION) or {}
+        # What a context has recorded is written when it closes, and the result may name it.
+        self._is_recorded = any(name.startswith("record_") for name in self._context_options)
         self._signature = _signature(fn)
         self._takes_seed = _takes(self._signature, "seed")
         super().__init__(self._run_in_session(fn), broker=broker, options=options, **how)
@@ -156,7 +160,9 @@ class SessionActor(dramatiq.Actor[P, R]):
             checked_seed(kwargs.get("seed"))
             if not self._takes_seed:
                 kwargs.pop("seed", None)
-            async with runtime.session(attempt, context_options=self._context_options) as session:
+            async with runtime.session(
+                attempt, context_options=self._context_options, close_behind=not self._is_recorded
+            ) as session:
                 return await fn(session, *args, **kwargs)
 
         run.__name__, run.__module__ = fn.__name__, fn.__module__
@@ -180,6 +186,8 @@ def actor(
     broker: Broker | None = None,
     identity: Literal["deployment", "message"] = "deployment",
     context_options: Mapping[str, Any] | None = None,
+    unique: Unique | None = None,
+    delivery: Literal["at_least_once", "at_most_once"] = "at_least_once",
     **options: Any,
 ) -> _Decorator: ...
 
@@ -194,6 +202,8 @@ def actor(
     broker: Broker | None = None,
     identity: str = "deployment",
     context_options: Mapping[str, Any] | None = None,
+    unique: Unique | None = None,
+    delivery: str = "at_least_once",
     **options: Any,
 ) -> Any:
     """Declare an async function that receives a `Session` first as an actor.
@@ -207,6 +217,10 @@ def actor(
             are one visitor, or `message`: a fresh one each, drawn when it is sent.
         context_options: More of Playwright's options of a new context, such as storage_state, viewport or
             extra_http_headers. What the worker's engine cannot honour refuses the message (Unsupported).
+        unique: While one message with the same key waits or runs, sending another returns the first one's id. The key
+            is a text with names of arguments in braces, as "{url}", or a function of arguments, by their names.
+        delivery: `at_most_once`: a message that has begun is never run again by itself; where its worker died it is
+            a dead letter with an unknown outcome, for a person.
         options: Dramatiq's: max_retries, min_backoff, max_backoff, retry_when, throws, time_limit (ms), max_age
             (ms), store_results, result_ttl (ms), notify_shutdown, on_success, on_failure, pipe_ignore, …
 
@@ -227,6 +241,11 @@ def actor(
             )
         name = actor_name or default_name(function, home)
         _check_name(home, name, function)
+        guards = {
+            option: value
+            for option, value in ((UNIQUE_OPTION, unique), (DELIVERY_OPTION, delivery))
+            if value is not None and value != "at_least_once"
+        }
         declare = dramatiq.actor(
             actor_class=SessionActor,
             actor_name=name,
@@ -235,6 +254,7 @@ def actor(
             broker=home,
             **options,
             **{SESSION_OPTION: True, IDENTITY_OPTION: identity, CONTEXT_OPTION: dict(context_options or {})},
+            **guards,
         )
         return cast(SessionActor[..., Any], declare(function))
 

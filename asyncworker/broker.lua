@@ -13,8 +13,12 @@
 --   <namespace>:<queue>.DQ.due                sorted set of delayed ids by when they are due
 --   <namespace>:<queue>.wake                  list that idle consumers block on; what is pushed wakes one of them
 --   <namespace>:<queue>.paused                since when the queue is paused; there is none while it is not
+--   <namespace>:<queue>.losses                hash of id to how often it was lost: begun by a worker that died then
+--   <namespace>:__ahead__.<broker>.<queue>    set of the ids that a broker's worker has fetched ahead and not begun
+--   <namespace>:<queue>.unique                hash of unique messages: what holds k.<key>, and each id's message and key
 --   <namespace>:__queues__                    sorted set of queues by when a worker consumed them last
 --   <namespace>:__sent__.<broker>.<slot>      the first id of what a producer has sent last from this slot, for a while
+--   <namespace>:__fence__                     the last fence: a number that each message gets when it is fetched
 --   <namespace>:__beat__                      when any worker of ours last looked for dead ones
 --   <namespace>:__away__                      there while no one is taken for dead, since the store was away itself
 --
@@ -42,11 +46,15 @@ local wake = waiting .. ".wake"
 local dead = waiting .. ".XQ"
 local dead_bodies = dead .. ".msgs"
 local paused = waiting .. ".paused"
+local losses = waiting .. ".losses"
+local unique = waiting .. ".unique"
 local heartbeats = namespace .. ":__heartbeats__"
 local consumed = namespace .. ":__queues__"
+local fence = namespace .. ":__fence__"
 local beat = namespace .. ":__beat__"
 local away = namespace .. ":__away__"
 local function acks_of(who, name) return namespace .. ":__acks__." .. who .. "." .. name end
+local function ahead_of(who, name) return namespace .. ":__ahead__." .. who .. "." .. name end
 
 local DAY_MS = 86400000
 local INGESTED_AT_ONCE, DUE_AT_ONCE = 1000, 500
@@ -151,21 +159,55 @@ local function next_due(at)
     return math.max(0, math.ceil(first[2] - at))
 end
 
--- fetch(most, held): {ms to the next delayed message or -1, lost, id, body, id, body, ...}
+-- The first of so many fences: each is greater than all before. A count that is more than a second behind the time goes
+-- on from there, so that they also grow where the store has lost what it knew, or a replica took its place that had not
+-- heard of the last ones.
+local function fences(at, count)
+    local last = redis.call("incrby", fence, count)
+    if last < (at - 1000) * 1000 then
+        last = at * 1000 + count
+        redis.call("set", fence, string.format("%.0f", last))
+    end
+    return last - count + 1
+end
+
+-- How often each of these ids was lost: {place, times, place, times, ...}, for those that ever were.
+local function losses_of(ids)
+    local answer = {}
+    if redis.call("exists", losses) == 1 then
+        for i, times in ipairs(redis.call("hmget", losses, unpack(ids))) do
+            if times then
+                answer[#answer + 1] = i - 1
+                answer[#answer + 1] = tonumber(times)
+            end
+        end
+    end
+    return answer
+end
+
+-- fetch(most, held, free, id, ...):
+-- {ms to the next delayed message or -1, astray, losses, fence, id, body, id, body, ...}
 --
--- `held` is how many fetched messages the worker knows of; `lost` is how many more it holds here, since the answer
--- that named them never arrived.
-local function fetch(most, held)
-    local at = now()
+-- `held` is how many fetched messages the worker knows of; `astray` is how many more it holds here, since the answer
+-- that named them never arrived. The first `free` of those that it gets begin at once; the others are fetched ahead,
+-- and the given ids are what it has fetched ahead and has begun meanwhile. What was lost before may have to wait even
+-- then, and so begins when its worker says so. `fence` is that of the first message; the next has the next.
+local function fetch(most, held, free, ...)
+    local at, ahead = now(), ahead_of(broker, canonical)
     though_full()
     heard_of(at)
     ingest(at)
     release(at)
-    local answer = {0, math.max(0, redis.call("scard", acks_of(broker, canonical)) - held)}
+    if select("#", ...) > 0 then redis.call("srem", ahead, ...) end
+    local answer = {0, math.max(0, redis.call("scard", acks_of(broker, canonical)) - held), {}, 0}
     local ids = is_paused() and {} or redis.call("lrange", waiting, 0, most - 1)
     if #ids > 0 then
+        answer[4] = fences(at, #ids)
         redis.call("sadd", acks_of(broker, canonical), unpack(ids))
+        if #ids > tonumber(free) then redis.call("sadd", ahead, unpack(ids, free + 1)) end
         redis.call("lpop", waiting, #ids)
+        answer[3] = losses_of(ids)
+        for i = 1, #answer[3], 2 do redis.call("sadd", ahead, ids[answer[3][i] + 1]) end
         local found = redis.call("hmget", bodies, unpack(ids))
         for i, id in ipairs(ids) do
             answer[#answer + 1] = id
@@ -186,12 +228,40 @@ if command == "fetch" then return fetch(unpack(ARGV, 4)) end
 
 local commands = {enqueue = enqueue}
 
--- ack(id): 1 when it was this broker's to acknowledge, 0 when another has it, or has dealt with it.
-function commands.ack(id)
-    if redis.call("srem", acks_of(broker, queue), id) == 0 then return 0 end
-    redis.call("hdel", own_bodies, id)
-    return 1
+-- Does this id belong to a message that is to be there once? Its producer has written that into the id, so that what is
+-- done with all others costs nothing.
+local function is_unique(id) return string.sub(id, 1, 2) == "u." end
+
+-- Lets go of the key that a unique message holds, and unless it may come back (`is_kept`), of what is known of it.
+local function let_go(id, is_kept)
+    local known = redis.call("hget", unique, id)
+    local key = known and string.match(known, "^[^\n]*\n(.*)$")
+    if not key then return end
+    local lock = redis.call("hget", unique, "k." .. key)
+    if lock and string.sub(lock, 1, #id + 1) == id .. " " then redis.call("hdel", unique, "k." .. key) end
+    if not is_kept then redis.call("hdel", unique, id) end
 end
+
+-- Forgets of these ids what was this broker's; returns for each a 1 when it was this broker's to acknowledge, a 0 when
+-- another has it, or has dealt with it.
+local function ack(ids)
+    local acks, answer, done = acks_of(broker, queue), {}, {}
+    for i, id in ipairs(ids) do
+        answer[i] = redis.call("srem", acks, id)
+        if answer[i] == 1 then
+            done[#done + 1] = id
+            if is_unique(id) then let_go(id) end
+        end
+    end
+    if #done > 0 then
+        redis.call("hdel", own_bodies, unpack(done))
+        redis.call("hdel", losses, unpack(done))
+    end
+    return answer
+end
+
+-- ack(id): as above.
+function commands.ack(id) return ack({id})[1] end
 
 -- nack(id): to the dead letters; answers as ack.
 function commands.nack(id)
@@ -202,14 +272,27 @@ function commands.nack(id)
         redis.call("hset", dead_bodies, id, body)
         redis.call("zadd", dead, now(), id)
         redis.call("hdel", own_bodies, id)
+        if is_unique(id) then let_go(id, true) end
     end
+    redis.call("hdel", losses, id)
     redis.call("srem", acks_of(broker, queue), id)
     return 1
 end
 
+-- Notes that messages have their first rows, and forgets the rows of the oldest where there are more messages than may
+-- be. The ledger does the same for rows that it opens (ledger.lua).
+local function remember(keys, kept_ms, most)
+    if #keys == 0 then return end
+    local order = string.match(keys[1], "^(.*):")
+    redis.call("rpush", order, unpack(keys))
+    redis.call("pexpire", order, kept_ms)
+    local more = redis.call("llen", order) - most
+    if more > 0 then redis.call("del", unpack(redis.call("lpop", order, more))) end
+end
+
 -- Writes the row of an attempt that has ended in its place, or as the next; writing it again changes nothing. Returns
--- why it was refused, if it was.
-local function close_row(key, number, text, kept_ms)
+-- why it was refused, if it was. Where it is the first of its message, that is added to `new`.
+local function close_row(key, number, text, kept_ms, new)
     local answer
     if number > 0 then
         answer = redis.pcall("lset", key, number - 1, text)
@@ -217,6 +300,7 @@ local function close_row(key, number, text, kept_ms)
         answer = redis.pcall("lindex", key, -1)
         if answer ~= text and not (type(answer) == "table" and answer.err) then
             answer = redis.pcall("rpush", key, text)
+            if answer == 1 then new[#new + 1] = key end
         end
     end
     local refusal = type(answer) == "table" and answer.err
@@ -227,25 +311,32 @@ local function close_row(key, number, text, kept_ms)
     end
 end
 
--- settle(command, count, id x count, kept_ms, key, number, text, key, number, text, ...): acks or nacks ids and closes
--- rows. Answers for each id as the command does, and then with the position and the reason of each row refused.
+-- settle(command, count, id x count, kept_ms, most, key, number, text, key, number, text, ...): acks or nacks ids and
+-- closes rows, of which those of so many messages are kept for so long. Answers for each id as the command does, and
+-- then with the position and the reason of each row refused.
 --
 -- The ids come first: a store that is full takes what makes room, and then in the same script the rows, too.
-function commands.settle(how, count, ...)
-    local given, answer = {...}, {}
+local function settle(how, count, ...)
+    local given, answer, new = {...}, {}, {}
     count = tonumber(count)
-    for i = 1, count do answer[i] = commands[how](given[i]) end
-    for i = count + 2, #given, 3 do
-        local refusal = close_row(given[i], tonumber(given[i + 1]), given[i + 2], given[count + 1])
+    if how == "ack" then
+        answer = ack({unpack(given, 1, count)})
+    else
+        for i = 1, count do answer[i] = commands[how](given[i]) end
+    end
+    local kept_ms, most = given[count + 1], tonumber(given[count + 2])
+    for i = count + 3, #given, 3 do
+        local refusal = close_row(given[i], tonumber(given[i + 1]), given[i + 2], kept_ms, new)
         if refusal then
-            answer[#answer + 1] = (i - count - 2) / 3
+            answer[#answer + 1] = (i - count - 3) / 3
             answer[#answer + 1] = refusal
         end
     end
+    remember(new, kept_ms, most)
     return answer
 end
 
-if command == "settle" then return commands.settle(unpack(ARGV, 4)) end
+if command == "settle" then return settle(unpack(ARGV, 4)) end
 
 -- Puts ids at the front of a list, the first of them first.
 local function push_front(list, ids)
@@ -263,28 +354,34 @@ local function put_back(ids)
     end
     push_front(waiting, there)
     redis.call("srem", acks, unpack(ids))
+    redis.call("srem", ahead_of(broker, queue), unpack(ids))
     if #there > 0 then wake_one() end
     return #there
 end
 
--- Gives back what a dead broker's worker has fetched under a queue's name; returns how many.
-local function take_from(who, name, its_bodies, its_list)
-    local acks = acks_of(who, name)
+-- Gives back what a dead broker's worker has fetched under a queue's name; returns how many. What it had begun is
+-- lost, and counted, where that is known: of a worker of ours that has not stopped in order.
+local function take_from(who, name, its_bodies, its_list, is_known)
+    local acks, ahead = acks_of(who, name), ahead_of(who, name)
     local ids = {}
     for _, id in ipairs(redis.call("smembers", acks)) do
         if redis.call("hexists", its_bodies, id) == 1 then ids[#ids + 1] = id end
     end
     push_front(its_list, ids)
-    redis.call("del", acks)
+    for _, id in ipairs(is_known and ids or {}) do
+        if redis.call("sismember", ahead, id) == 0 then redis.call("hincrby", losses, id, 1) end
+    end
+    redis.call("del", acks, ahead)
     return #ids
 end
 
 -- Was a broker not heard of for so long that its worker is dead?
 --
 -- Dramatiq's consumers say nothing while their worker is busy, so more is waited for before one is taken for dead.
+local function is_ours(who) return string.sub(who, 1, 12) == "asyncworker-" end
+
 local function is_silent(who, heard_at, at, timeout, plain_timeout)
-    local is_ours = string.sub(who, 1, 12) == "asyncworker-"
-    return tonumber(heard_at) <= at - (is_ours and timeout or plain_timeout)
+    return tonumber(heard_at) <= at - (is_ours(who) and timeout or plain_timeout)
 end
 
 local function is_dead_since(id, died)
@@ -292,10 +389,61 @@ local function is_dead_since(id, died)
 end
 
 local function drop_bodies(its_bodies, ids)
-    if #ids > 0 then redis.call("hdel", its_bodies, unpack(ids)) end
+    if #ids > 0 then
+        redis.call("hdel", its_bodies, unpack(ids))
+        redis.call("hdel", losses, unpack(ids))
+    end
+    for _, id in ipairs(ids) do
+        if is_unique(id) then let_go(id) end
+    end
     return #ids
 end
 
+-- The id of the message that holds a key: one that waits, is delayed or runs. What ended in a way that no one told here
+-- holds nothing, so no key is locked for ever.
+local function holder_of(key)
+    local lock = redis.call("hget", unique, "k." .. key)
+    local id, message = string.match(lock or "", "^(%S+) (.*)$")
+    if not id then return nil end
+    local is_there = redis.call("hexists", bodies, id) == 1 or redis.call("hexists", delayed_bodies, id) == 1
+    return is_there and message or nil
+end
+
+-- send_unique(slot, kept_ms, follows, id, body, key, message id, id, body, key, message id, ...): sends as `send` does,
+-- but for messages whose key another one holds. Answers with that one's message id for each, or an empty text where it
+-- was enqueued; where the key is empty, it always is.
+--
+-- `follows` is 1 for what a worker sends after an attempt: the retry of a message takes its key over.
+function commands.send_unique(slot, kept_ms, follows, ...)
+    local given, first = {...}, ...
+    local memory = namespace .. ":__sent__." .. broker .. "." .. slot
+    local sent = redis.call("get", memory)
+    if sent and string.sub(sent, 1, #first + 1) == first .. " " then
+        return cjson.decode(string.sub(sent, #first + 2))
+    end
+    local answer, new, locks, holders = {}, {}, {}, {}
+    for i = 1, #given, 4 do
+        local id, body, key, message = unpack(given, i, i + 3)
+        local holder = key ~= "" and (holders[key] or holder_of(key)) or nil
+        if holder and not (follows == "1" and holder == message) then
+            answer[#answer + 1] = holder
+        else
+            answer[#answer + 1] = ""
+            new[#new + 1] = id
+            new[#new + 1] = body
+            if key ~= "" then
+                holders[key] = message
+                for _, word in ipairs({"k." .. key, id .. " " .. message, id, message .. "\n" .. key}) do
+                    locks[#locks + 1] = word
+                end
+            end
+        end
+    end
+    if #new > 0 then enqueue(unpack(new)) end
+    if #locks > 0 then redis.call("hset", unique, unpack(locks)) end
+    redis.call("set", memory, first .. " " .. cjson.encode(answer), "PX", kept_ms)
+    return answer
+end
 
 -- ring(): serves what is due, and wakes one consumer for it.
 function commands.ring()
@@ -304,6 +452,12 @@ function commands.ring()
     ingest(at)
     release(at)
     if redis.call("llen", waiting) > 0 and redis.call("llen", wake) == 0 then wake_one() end
+end
+
+-- begin(id): what was lost before begins now.
+function commands.begin(id)
+    though_full()
+    redis.call("srem", ahead_of(broker, queue), id)
 end
 
 -- rewrite(id, body): another body for what this broker has fetched; answers as ack.
@@ -358,8 +512,10 @@ function commands.recover(timeout, plain_timeout, dead_ttl)
     local latest = was_away(at, timeout) and LEFT or at - timeout
     local recovered = 0
     for _, who in ipairs(redis.call("zrangebyscore", heartbeats, "-inf", latest)) do
-        if is_silent(who, redis.call("zscore", heartbeats, who), at, timeout, plain_timeout) then
-            recovered = recovered + take_from(who, canonical, bodies, waiting)
+        local heard_at = redis.call("zscore", heartbeats, who)
+        if is_silent(who, heard_at, at, timeout, plain_timeout) then
+            local is_known = is_ours(who) and tonumber(heard_at) ~= LEFT
+            recovered = recovered + take_from(who, canonical, bodies, waiting, is_known)
             recovered = recovered + take_from(who, canonical .. ".DQ", delayed_bodies, delayed)
             if #redis.call("keys", acks_of(who, "*")) == 0 then redis.call("zrem", heartbeats, who) end
         end
@@ -369,6 +525,7 @@ function commands.recover(timeout, plain_timeout, dead_ttl)
     for _, id in ipairs(old) do
         redis.call("zrem", dead, id)
         redis.call("hdel", dead_bodies, id)
+        if is_unique(id) then let_go(id) end
     end
     return recovered
 end
@@ -380,8 +537,8 @@ function commands.leave()
 end
 
 function commands.purge()
-    redis.call("del", waiting, bodies, delayed, delayed_bodies, due, wake, dead, dead_bodies,
-        acks_of(broker, canonical), acks_of(broker, canonical .. ".DQ"))
+    redis.call("del", waiting, bodies, delayed, delayed_bodies, due, wake, dead, dead_bodies, losses, unique,
+        acks_of(broker, canonical), acks_of(broker, canonical .. ".DQ"), ahead_of(broker, canonical))
 end
 
 -- qsize(): everything of the queue that is not acknowledged, delayed messages too.
@@ -460,6 +617,12 @@ function commands.letters(latest, earliest, skipped, most)
     return answer
 end
 
+-- A unique message that comes back from the dead letters takes its key again, unless another one has it meanwhile.
+local function take_again(id)
+    local message, key = string.match(redis.call("hget", unique, id) or "", "^([^\n]*)\n(.*)$")
+    if key and not holder_of(key) then redis.call("hset", unique, "k." .. key, id .. " " .. message) end
+end
+
 -- revive(id, died, body, id, died, body, ...): dead letters back into their queue, each with this body; returns a 1
 -- for each that was still there as it had died then, a 0 for each that was not.
 function commands.revive(...)
@@ -473,6 +636,7 @@ function commands.revive(...)
             redis.call("rpush", waiting, id)
             redis.call("zrem", dead, id)
             redis.call("hdel", dead_bodies, id)
+            if is_unique(id) then take_again(id) end
             back = back + 1
         end
         answer[#answer + 1] = is_there and 1 or 0
@@ -489,6 +653,7 @@ function commands.discard(...)
         if is_there then
             redis.call("zrem", dead, given[i])
             redis.call("hdel", dead_bodies, given[i])
+            if is_unique(given[i]) then let_go(given[i]) end
         end
         answer[#answer + 1] = is_there and 1 or 0
     end

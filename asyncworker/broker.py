@@ -16,7 +16,6 @@ from dramatiq.middleware import (
     CurrentMessage,
     Pipelines,
     ShutdownNotifications,
-    TimeLimit,
 )
 from dramatiq.middleware import Middleware as DramatiqMiddleware
 from dramatiq.results import Results
@@ -28,20 +27,22 @@ from asyncworker.exchange import Exchange, NotSent, Unanswered
 from asyncworker.fitness import Fitness
 from asyncworker.heartbeat import Heartbeat
 from asyncworker.identity import new_seed
-from asyncworker.ledger import Ledger, RedisLedger
+from asyncworker.ledger import Kept, Ledger, RedisLedger
+from asyncworker.losses import Losses
 from asyncworker.middleware import BrowserMiddleware
 from asyncworker.producing import ProducerBroker
 from asyncworker.redis_broker import WorkerBroker
 from asyncworker.results import PatientResults
 from asyncworker.retries import Retries
 from asyncworker.settings import Settings, load
+from asyncworker.step_records import RedisStepRecords, StepRecords
+from asyncworker.supervised import Supervised
+from asyncworker.time_limit import TimeLimit
 from asyncworker.urls import SecretUrl
+from asyncworker.watchdog import Watchdog
 
 #: The deployment's seed, drawn by whoever asks first.
 SEED_KEY = "asyncworker:seed"
-
-#: Time limits are checked this often. Dramatiq's default of a second is long beside a page that takes 0.1 s.
-TIME_LIMIT_CHECK_MS = 100
 
 
 def get_broker(settings: Settings | None = None) -> ProducerBroker:
@@ -91,6 +92,7 @@ def make_redis_broker(settings: Settings) -> WorkerBroker:
         heartbeat_timeout_ms=settings.heartbeat_timeout_ms,
         send_timeout_ms=settings.send_timeout_ms,
     )
+    broker.add_middleware(Supervised(settings))  # its hook after the boot is the last one to be called
     broker.add_middleware(Fitness())  # before anything begins
     broker.add_middleware(Heartbeat(stop_timeout_ms=settings.stop_timeout_ms))
     if settings.store_url is not None:
@@ -99,7 +101,8 @@ def make_redis_broker(settings: Settings) -> WorkerBroker:
     for middleware in middleware_in_order(
         settings,
         # Rows travel with the acknowledgements, which go to the same store.
-        ledger=RedisLedger(client, behind=broker.settling.put),
+        ledger=RedisLedger(client, behind=broker.settling.put, kept=kept(settings)),
+        step_records=RedisStepRecords(client, knows_claims=True),
         results=PatientResults(client=client, patience=broker.patience),
         draw_seed=lambda: _stored_seed(broker, broker.exchange, broker.where),
     ):
@@ -123,6 +126,7 @@ def _make_rabbitmq_broker(settings: Settings, url: SecretUrl) -> ProducerBroker:
     broker = WorkerRabbitmqBroker(
         url=url, heartbeat_timeout_ms=settings.heartbeat_timeout_ms, send_timeout_ms=settings.send_timeout_ms
     )
+    broker.add_middleware(Supervised(settings))
     broker.add_middleware(Stopping())
     _add_middleware_with_store(broker, settings, settings.store_url)
     return broker
@@ -137,26 +141,40 @@ def _add_middleware_with_store(broker: ProducerBroker, settings: Settings, url: 
             return _stored_seed(broker, exchange, str(url))
 
     patience = broker.patience if isinstance(broker, WorkerBroker) else None
-    ledger, results = RedisLedger(client), PatientResults(client=client, patience=patience)
-    for middleware in middleware_in_order(settings, ledger=ledger, results=results, draw_seed=draw_seed):
+    ledger, results = RedisLedger(client, kept=kept(settings)), PatientResults(client=client, patience=patience)
+    for middleware in middleware_in_order(
+        settings, ledger=ledger, results=results, draw_seed=draw_seed, step_records=RedisStepRecords(client)
+    ):
         broker.add_middleware(middleware)
 
 
+def kept(settings: Settings) -> Kept:
+    """How much the ledger of a deployment keeps."""
+    return Kept(settings.ledger_age_ms, settings.ledger_messages)
+
+
 def middleware_in_order(
-    settings: Settings, *, ledger: Ledger, results: ResultBackend, draw_seed: Callable[[], int]
+    settings: Settings,
+    *,
+    ledger: Ledger,
+    results: ResultBackend,
+    draw_seed: Callable[[], int],
+    step_records: StepRecords | None = None,
 ) -> list[DramatiqMiddleware]:
     """The middleware, in order: `before_` hooks run down the list, `after_` hooks up it."""
     return [
+        Losses(ledger, max_losses=settings.max_losses),  # may have one wait for long, before its time runs
         AgeLimit(),  # may skip a message, so it comes before anything that begins one
-        TimeLimit(time_limit=settings.time_limit_ms, interval=TIME_LIMIT_CHECK_MS),
         ShutdownNotifications(),
         CurrentMessage(),
+        Watchdog(settings),  # until the loop has ended
         # The attempt's row is opened when all that may skip it has run, and closed when Retries has decided.
-        BrowserMiddleware(settings, ledger=ledger, draw_seed=draw_seed),
+        BrowserMiddleware(settings, ledger=ledger, draw_seed=draw_seed, step_records=step_records),
         Callbacks(),
         Pipelines(),
         Retries(),
         Results(backend=results, result_ttl=settings.result_ttl_ms),  # stored before anything reports success
+        TimeLimit(settings),  # of the actor alone: it begins last and ends first
     ]
 
 

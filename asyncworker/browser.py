@@ -3,7 +3,7 @@
 A generation is one launched browser. Identities whose engine gives them the same launch key share a generation;
 another key needs a browser of its own, and at most `max_browsers` are up at once, those that are about to end
 included. A generation that was lost, that let a step pass its limit or in which cancelled calls pile up gets no
-new contexts and ends with its last one.
+new contexts and ends with its last one. One that has had its time does so when the next one has taken over.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Hashable, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from asyncworker.contexts import Contexts, close_limit_ms, current_lease
+from asyncworker.contexts import Contexts, close_limit_ms, in_lease
+from asyncworker.ending import of_no_session
 from asyncworker.engines import Engine, Launched
 from asyncworker.errors import BrowserCrashed, EngineError, ExitDrifted, ForkedBrowser, LaunchFailed, PhaseTimeout
 from asyncworker.generation import Clock, Generation, Lease, LoopClock
 from asyncworker.identity import Identity
 from asyncworker.launching import Launcher
+from asyncworker.recycling import Recycler
 from asyncworker.settings import Settings
 from asyncworker.shielding import shielded
+from asyncworker.turn import Turn
 
 logger = logging.getLogger("asyncworker.browser")
 
@@ -54,9 +57,12 @@ class BrowserHost:
         engine: What launches the browsers.
         settings: The deployment's limits and timeouts.
         clock: Time; a test's own takes none.
+        turn: Who on this machine may replace a browser now; None: as all processes ask.
     """
 
-    def __init__(self, engine: Engine, settings: Settings, *, clock: Clock | None = None) -> None:
+    def __init__(
+        self, engine: Engine, settings: Settings, *, clock: Clock | None = None, turn: Turn | None = None
+    ) -> None:
         self.engine = engine
         #: browsers_launched, browsers_lost, browsers_recycled, contexts_opened, contexts_closed
         self.counts: Counter[str] = Counter()
@@ -73,7 +79,8 @@ class BrowserHost:
         self._changed = asyncio.Event()
         self._closed = False
         self._launcher = Launcher(engine, settings, self._clock, too_late=self._launched_too_late)
-        self._contexts = Contexts(engine, settings, self.counts, retire=self._retire, spawn=self._spawn)
+        self._contexts = Contexts(engine, settings, self.counts, retire=self.retire, spawn=self.spawn)
+        self.recycler = Recycler(self, settings, self._clock, self.counts, spawn=self.spawn, turn=turn)
 
     @contextlib.asynccontextmanager
     async def context(
@@ -91,13 +98,12 @@ class BrowserHost:
             ForkedBrowser: In a fork of the process that owns the browsers.
             Unsupported: When the engine cannot honour an option.
         """
-        lease = await self._lend(identity, options)
-        token = current_lease.set(lease)
+        lease = await self.lend(identity, options)
         try:
-            yield lease
+            with in_lease(lease):
+                yield lease
         finally:
-            current_lease.reset(token)
-            await shielded(self._take_back(lease))
+            await shielded(self.take_back(lease))
 
     async def warm(self, identity: Identity) -> None:
         """Have the identity's browser up before its first message. A failure is logged, not raised."""
@@ -111,8 +117,11 @@ class BrowserHost:
         self._check_process()
         self._closed = True
         self._announce()
+        await self.recycler.end()
         for generation in list(self._live.values()):
-            self._retire(generation)
+            generation.retired = True
+            if generation.key not in self._launches:  # else the next one, once up, takes over to be closed as well
+                self.retire(generation)
         for generation in list(self._up):
             self._end(generation)
         if self._launches:
@@ -123,15 +132,15 @@ class BrowserHost:
 
     # --- lending
 
-    async def _lend(self, identity: Identity, options: Mapping[str, Any]) -> Lease:
-        """A context with its page open.
+    async def lend(self, identity: Identity, options: Mapping[str, Any]) -> Lease:
+        """A context with its page open, for `take_back` to close; raises what `context` does.
 
         A browser that dies before that has run none of the message's code: the message takes the next one.
         """
         for dead in range(MOST_DEAD_BROWSERS + 1):
             generation = await self._acquire(identity)
             try:
-                return await self._contexts.open(generation, identity, options)
+                lease = await self._contexts.open(generation, identity, options)
             except (BrowserCrashed, ExitDrifted) as error:
                 self._release(generation)
                 if dead == MOST_DEAD_BROWSERS:
@@ -140,11 +149,17 @@ class BrowserHost:
             except BaseException:
                 self._release(generation)
                 raise
+            else:
+                self.recycler.consider(generation)
+                return lease
         raise AssertionError("unreachable")
 
-    async def _take_back(self, lease: Lease) -> None:
-        await self._contexts.close_all(lease)
-        self._release(lease.generation)
+    async def take_back(self, lease: Lease) -> None:
+        """Close what was lent, within its bound."""
+        try:
+            await self._contexts.close_all(lease)
+        finally:
+            self._release(lease.generation)
 
     async def _acquire(self, identity: Identity) -> Generation:
         """A usable browser of the identity with room for one more context, already counted."""
@@ -159,12 +174,18 @@ class BrowserHost:
                     generation.leases += 1
                     return generation
         except TimeoutError:
-            raise PhaseTimeout(
-                f"no {self.engine.name} browser was free within {wait_ms} ms (ASYNCWORKER_BROWSER_WAIT_MS); "
-                "lower --threads or raise ASYNCWORKER_MAX_BROWSERS",
-                phase="browser",
-                engine=self.engine.name,
-            ) from None
+            raise self._waited_too_long(key) from None
+
+    def _waited_too_long(self, key: Hashable) -> PhaseTimeout:
+        name, wait_ms = self.engine.name, self._settings.browser_wait_ms
+        said = f"within {wait_ms} ms (ASYNCWORKER_BROWSER_WAIT_MS)"
+        if key in self._launches:
+            return PhaseTimeout(f"{name} did not come up {said}; see the log", phase="launch", engine=name)
+        return PhaseTimeout(
+            f"no {name} browser was free {said}; lower --threads or raise ASYNCWORKER_MAX_BROWSERS",
+            phase="wait",
+            engine=name,
+        )
 
     @contextlib.contextmanager
     def _queued(self, key: Hashable) -> Iterator[None]:
@@ -192,10 +213,8 @@ class BrowserHost:
             raise LaunchFailed("the worker is shutting down; no browser is launched", engine=self.engine.name)
         task = self._launches.get(key)
         if task is None and key not in self._live and self._make_room(key):
-            task = asyncio.create_task(self._launch(key, identity), name=f"asyncworker-launch-{key}")
-            self._launches[key] = task
-            task.add_done_callback(lambda done: self._launch_ended(key, done))
-        if task is not None:
+            task = self._begin_launch(key, identity)
+        if task is not None and key not in self._live:
             # Shielded: a message that gives up must not take the launch from the others that wait for it.
             await asyncio.shield(task)
             return
@@ -213,23 +232,35 @@ class BrowserHost:
         """
         queue = [each for each in self._waiting if each not in self._live and each not in self._launches]
         ahead = queue.index(key)
-        free = self._settings.max_browsers - len(self._up) - len(self._launches)
+        # One that is being replaced and the next one have one place together.
+        up = [generation for generation in self._up if not generation.replaced]
+        launches = [each for each in self._launches if each not in self._live]
+        free = self._settings.max_browsers - len(up) - len(launches)
         if ahead < free:
             return True
-        if ahead < free + sum(not generation.usable for generation in self._up):
+        if ahead < free + sum(not generation.usable for generation in up):
             return False  # one that is about to end makes the room
         guests = [one for one in self._live.values() if one.key != self.home or self._settings.max_browsers == 1]
         # One that has just come up has no context yet, but is what its own messages have waited for.
         guests = [generation for generation in guests if generation.leases or generation.key not in self._waiting]
         idle = [generation for generation in guests if generation.leases == 0]
         if idle:
-            self._retire(min(idle, key=lambda generation: generation.used_at))
+            self.retire(min(idle, key=lambda generation: generation.used_at))
         elif guests and self._waited_ms(key) >= self._settings.browser_wait_ms * FAIR_PART:
-            self._retire(min(guests, key=lambda generation: generation.number))
+            self.retire(min(guests, key=lambda generation: generation.number))
         return False
 
     def _waited_ms(self, key: Hashable) -> float:
         return (self._clock.monotonic() - self._waiting[key].since) * 1000
+
+    def _begin_launch(self, key: Hashable, identity: Identity) -> asyncio.Task[Generation]:
+        # Not the message's own: what is launched, and all that its client begins, outlives the session.
+        task = asyncio.create_task(
+            self._launch(key, identity), name=f"asyncworker-launch-{key}", context=of_no_session()
+        )
+        self._launches[key] = task
+        task.add_done_callback(lambda done: self._launch_ended(key, done))
+        return task
 
     async def _launch(self, key: Hashable, identity: Identity) -> Generation:
         started = self._clock.monotonic()
@@ -237,15 +268,22 @@ class BrowserHost:
         self.counts["browsers_launched"] += 1
         number = self.counts["browsers_launched"]
         gone = asyncio.get_running_loop().create_future()
-        generation = Generation(number, key, launched, gone, used_at=self._clock.monotonic())
+        now = self._clock.monotonic()
+        generation = Generation(number, key, identity, launched, gone, used_at=now, launched_at=now)
+        former = self._live.get(key)
         self._live[key] = generation
         self._up.add(generation)
+        if former is not None:
+            former.replaced = True
+            self.retire(former)
         self._contexts.track(generation)
         launched.on_lost(lambda reason: self._lost(generation, reason))
         elapsed_ms = (self._clock.monotonic() - started) * 1000
         logger.info("browser %d: %s is up after %d ms", number, self.engine.name, elapsed_ms)
         if self._closed:
-            self._retire(generation)
+            self.retire(generation)
+        else:
+            self.recycler.begin()
         return generation
 
     def _launch_ended(self, key: Hashable, task: asyncio.Task[Generation]) -> None:
@@ -255,7 +293,7 @@ class BrowserHost:
         self._announce()
 
     def _launched_too_late(self, launched: Launched) -> None:
-        self._spawn(launched.close(self._settings.close_timeout_ms))
+        self.spawn(launched.close(self._settings.close_timeout_ms))
 
     # --- the end of a generation
 
@@ -267,12 +305,14 @@ class BrowserHost:
                 "browser %d is replaced: %d cancelled calls still hold its client up", generation.number, abandoned
             )
             self.counts["browsers_recycled"] += 1
-            self._retire(generation)
+            self.retire(generation)
         elif not generation.usable:
-            self._retire(generation)
+            self.retire(generation)
+        else:
+            self.recycler.consider(generation)
         self._announce()
 
-    def _retire(self, generation: Generation) -> None:
+    def retire(self, generation: Generation) -> None:
         """No new contexts; the browser is closed when its last one ends."""
         generation.retired = True
         self._forget(generation)
@@ -282,16 +322,20 @@ class BrowserHost:
     def _lost(self, generation: Generation, reason: str) -> None:
         if generation.lost is not None or generation.ending is not None:
             return
-        generation.lost = reason
-        generation.gone.set_result(None)
         self.counts["browsers_lost"] += 1
         self._up.discard(generation)
         self._forget(generation)
         logger.error("browser %d is gone (%s) with %d contexts open", generation.number, reason, generation.leases)
-        for watcher in list(generation.watchers):
-            watcher(reason)
+        self._tell(generation, reason)
         if generation.leases == 0:
             self._end(generation)
+
+    def _tell(self, generation: Generation, reason: str) -> None:
+        """Have everyone on the browser know that it is of no more use."""
+        generation.lost = reason
+        generation.gone.set_result(None)
+        for watcher in list(generation.watchers):
+            watcher(reason)
 
     def _forget(self, generation: Generation) -> None:
         if self._live.get(generation.key) is generation:
@@ -301,19 +345,50 @@ class BrowserHost:
     def _end(self, generation: Generation) -> None:
         if generation.ending is not None:
             return
-        generation.ending = self._spawn(generation.launched.close(close_limit_ms(self._settings, generation)))
+        generation.ending = self.spawn(generation.launched.close(close_limit_ms(self._settings, generation)))
         generation.ending.add_done_callback(lambda _: self._ended(generation))
 
     def _ended(self, generation: Generation) -> None:
         self._up.discard(generation)
         self._announce()
 
+    # --- the recycler's questions
+
+    def usable(self) -> list[Generation]:
+        return [generation for generation in self._live.values() if generation.usable]
+
+    def is_wanted(self, generation: Generation) -> bool:
+        """The deployment's own is, and one that is in use; a guest's may never be asked for again."""
+        return generation.key == self.home or generation.leases > 0 or generation.key in self._waiting
+
+    async def replace(self, generation: Generation) -> bool:
+        if self._closed or generation.key in self._launches:
+            return False
+        self.engine.renew(generation.launched)
+        launch = self._begin_launch(generation.key, generation.identity)
+        await asyncio.wait({launch})  # the launch has told of its failure
+        return generation.replaced
+
+    async def ended(self, generation: Generation, timeout_s: float | None) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while generation in self._up:
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def cut_off(self, generation: Generation, reason: str) -> None:
+        if generation.lost is None and generation.ending is None:
+            generation.cut_off = True
+            self._tell(generation, reason)
+            self._end(generation)
+
     # --- the rest
 
-    def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` beside the messages; `close` waits for it."""
-        task = asyncio.ensure_future(work)
-        assert isinstance(task, asyncio.Task)  # noqa: S101 -- for the type checker: work is a coroutine
+        task = asyncio.get_running_loop().create_task(work, context=of_no_session())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

@@ -1,19 +1,19 @@
-"""The command `asyncworker`. Workers are Dramatiq's: `dramatiq asyncworker.actors`."""
+"""The command `asyncworker`. Workers are Dramatiq's: `dramatiq asyncworker.actors`, one or several kept by `up`."""
 
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
+import logging
+import os
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from asyncworker import cli_queues
+from asyncworker import cli_once, cli_queues, cli_reap
 from asyncworker import settings as settings_module
 from asyncworker.errors import AsyncworkerError, ConfigurationError
-from asyncworker.settings import EngineName, load
+from asyncworker.settings import EngineName, Settings, load
 from asyncworker.terminal import Json, console, errors, fail, print_facts, print_json
 
 app = typer.Typer(
@@ -96,17 +96,31 @@ def identity(
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def up(context: typer.Context) -> None:
-    """Run the embedded Valkey and workers in the foreground; further options are dramatiq's (-p, -t, --watch, …)."""
+def up(
+    context: typer.Context,
+    processes: Annotated[
+        int | None, typer.Option("--processes", "-p", min=1, help="How many worker processes; none: one for each CPU.")
+    ] = None,
+    shutdown_ms: Annotated[
+        int, typer.Option("--worker-shutdown-timeout", min=1, help="How many ms running messages get to end.")
+    ] = 600_000,
+) -> None:
+    """Keep worker processes in the foreground, and the embedded Valkey when no broker is configured.
+
+    One that dies is replaced, and the others go on. Further options are dramatiq's (-t, -Q, --watch, …), for each.
+    SIGTERM or Ctrl-C stops them in order, a second one at once. Exit code 0: stopped in order; 1: a worker had to be
+    killed; 2: it cannot start; 3: a worker died again and again.
+    """
     from asyncworker import embedded
 
     settings = load()
+    _refuse_what_is_for_one(context.args)
     started = False
     if settings.broker_url is None:
         started = not embedded.answers(embedded.socket_path(settings.state_dir))
         console.print(f"broker: embedded Valkey at {embedded.ensure(settings.state_dir)}", soft_wrap=True)
     try:
-        code = _run_workers(context.args)
+        code = _keep_workers(settings, context.args, processes or os.cpu_count() or 1, shutdown_ms)
     finally:
         if started:
             embedded.stop(settings.state_dir, for_good=False)
@@ -161,17 +175,26 @@ def show_settings(as_json: Json = False) -> None:
 
 
 cli_queues.add_to(app)
+cli_reap.add_to(app)
+app.add_typer(cli_once.once, name="once")
 
 
-def _run_workers(arguments: list[str]) -> int:
-    """Run dramatiq as a child in this terminal; it hears Ctrl-C itself, and SIGTERM is handed on."""
+def _keep_workers(settings: Settings, options: list[str], count: int, shutdown_ms: int) -> int:
     from asyncworker.deployment import worker_command
+    from asyncworker.supervisor import Policy, Supervisor
 
-    child = subprocess.Popen(worker_command(*arguments))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda received, _: child.send_signal(received))
-    return child.wait()
+    # Dramatiq's own format, since its lines and the supervisor's stand side by side.
+    form = "[%(asctime)s] [PID %(process)d] [%(threadName)s] [%(name)s] [%(levelname)s] %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form)
+    command = worker_command(*options, "--processes", "1", "--worker-shutdown-timeout", str(shutdown_ms))
+    return Supervisor(command, count, policy=Policy.of(settings, shutdown_ms=shutdown_ms)).run()
+
+
+def _refuse_what_is_for_one(options: list[str]) -> None:
+    """Options that name a file which only one process can have for itself."""
+    for option in options:
+        if option.partition("=")[0] in ("--pid-file", "--log-file"):
+            fail(f"{option} is for one process, and `up` keeps several: it writes everything to stderr, redirect that")
 
 
 def _value(text: str) -> Any:

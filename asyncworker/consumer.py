@@ -16,6 +16,7 @@ from dramatiq.common import q_name
 from dramatiq.errors import DecodeError
 
 from asyncworker.errors import BrokerUnavailable
+from asyncworker.losses import add_losses
 from asyncworker.middleware import emit_receive
 from asyncworker.patience import patiently, remedy
 from asyncworker.prefetch import Prefetch
@@ -66,6 +67,13 @@ class WorkerConsumer(_RedisConsumer):
         self._stranded: set[str] = self.broker.stranded(self.queue_name)
         #: Fetched and not handed out yet: (id, body).
         self._fetched: deque[tuple[str, bytes | None]] = deque()
+        #: What the store takes for fetched ahead, and of that what has been handed out since.
+        self._ahead: set[str] = set()
+        self._begun: list[str] = []
+        #: How often a message was lost: begun by a worker that died then. By id, for what was fetched.
+        self._losses: dict[str, int] = {}
+        #: The fences of what was fetched, by id.
+        self._fences: dict[str, int] = {}
 
     def ack(self, message: MessageProxy) -> None:
         """Have a message acknowledged, soon and for certain; this waits for nothing."""
@@ -128,6 +136,9 @@ class WorkerConsumer(_RedisConsumer):
             message = self._read(identifier, body)
             if message is not None:
                 self._prefetch.hand_out(identifier)
+                if identifier in self._ahead:
+                    self._ahead.discard(identifier)
+                    self._begun.append(identifier)
                 emit_receive(self.broker, message)
                 return message
 
@@ -139,20 +150,34 @@ class WorkerConsumer(_RedisConsumer):
         if self._is_dry and self._prefetch.out:
             time.sleep(LET_BEGIN_S)
         # Others only ever take away from `held`, and only after the store has: so it is never less than there.
-        held = len(self._held)
-        next_due_ms, lost, *rest = self._as_connection_error(
-            lambda: self.broker.fetch(self._own_client(), self.queue_name, room, held, wait_s)
+        held, begun = len(self._held), tuple(self._begun)
+        free = min(room, max(0, self._prefetch.threads - self._prefetch.out))
+        next_due_ms, astray, losses, fence, *rest = self._as_connection_error(
+            lambda: self.broker.fetch(
+                self._own_client(), self.queue_name, room, held=held, free=free, begun=begun, wait_s=wait_s
+            )
         )
+        self._begun.clear()
         self._due_at = time.monotonic() + next_due_ms / 1000 if next_due_ms >= 0 else None
-        for raw, body in zip(rest[::2], rest[1::2], strict=True):
+        self._take_in(rest, free, fence, dict(zip(losses[::2], losses[1::2], strict=True)))
+        self._is_dry = len(rest) < 2 * room
+        if astray:
+            self._reclaim()
+
+    def _take_in(self, found: list[Any], free: int, fence: int, losses: dict[int, int]) -> None:
+        for place, (raw, body) in enumerate(zip(found[::2], found[1::2], strict=True)):
             try:
-                self._fetched.append((raw.decode(), body))
+                identifier = raw.decode()
             except UnicodeDecodeError:
                 self._reject(raw, body, "its id in the store is no text")
+                continue
+            self._fetched.append((identifier, body))
+            self._fences[identifier] = fence + place
+            if place >= free:
+                self._ahead.add(identifier)
+            if place in losses:
+                self._losses[identifier] = losses[place]
         self._held.update(identifier for identifier, _ in self._fetched)
-        self._is_dry = len(rest) < 2 * room
-        if lost:
-            self._reclaim()
 
     def _reclaim(self) -> None:
         known = list(self._held)
@@ -180,6 +205,7 @@ class WorkerConsumer(_RedisConsumer):
 
     def _read(self, identifier: str, body: bytes | None) -> MessageProxy | None:
         """The message in `body`; None when it is none: it is in the dead letters then."""
+        fence = self._fences.pop(identifier)
         if body is None:  # its id was in the queue, its body is gone: flushed meanwhile
             patiently(
                 lambda: self.broker.do_ack(self.queue_name, identifier),
@@ -194,7 +220,12 @@ class WorkerConsumer(_RedisConsumer):
         except DecodeError as error:
             reason = str(error.error)
         if reason is None:
-            return MessageProxy(_undelayed(message, identifier))
+            message = _undelayed(message, identifier)
+            if losses := self._losses.pop(identifier, 0):
+                add_losses(message, losses)
+            proxy: Any = MessageProxy(message)
+            proxy.fencing = self.broker.fence(self.queue_name, identifier, fence)
+            return proxy  # type: ignore[no-any-return]
         self._reject(identifier, body, reason)
         self._held.discard(identifier)
         return None
@@ -224,6 +255,7 @@ class WorkerConsumer(_RedisConsumer):
     def _give_back_fetched(self) -> None:
         fetched = [identifier for identifier, _ in self._fetched]
         self._fetched.clear()
+        self._fences.clear()
         self._give_back(fetched)
 
     def _give_back(self, identifiers: list[str]) -> None:
@@ -231,6 +263,9 @@ class WorkerConsumer(_RedisConsumer):
             return
         # Known no more, whatever becomes of the command: what it does not give back is reclaimed by the next fetch.
         self._held.difference_update(identifiers)
+        self._ahead.difference_update(identifiers)
+        for identifier in identifiers:
+            self._losses.pop(identifier, None)
         self._as_connection_error(lambda: self.broker.do_requeue(self.queue_name, *identifiers))
 
     def _as_connection_error(self, work: Callable[[], T]) -> T:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from asyncworker.ending import current_ending, guard_shared, refuse_if_over
 from asyncworker.engines import Engine, Fault
 from asyncworker.errors import PhaseTimeout
 from asyncworker.generation import Generation, Lease, crashed, drifted
@@ -32,6 +34,17 @@ WEDGED_TIMEOUT_MS = 1_000
 
 #: Whose code is running: contexts that it opens on the browser itself are closed with its session.
 current_lease: ContextVar[Lease | None] = ContextVar("asyncworker_lease", default=None)
+
+
+@contextmanager
+def in_lease(lease: Lease) -> Iterator[None]:
+    """What runs here, and the tasks that it begins, are the code of this lease's session."""
+    tokens = current_lease.set(lease), current_ending.set(lease.ending)
+    try:
+        yield
+    finally:
+        current_lease.reset(tokens[0])
+        current_ending.reset(tokens[1])
 
 
 def close_limit_ms(settings: Settings, generation: Generation) -> int:
@@ -56,7 +69,7 @@ class Contexts:
         counts: Counter[str],
         *,
         retire: Callable[[Generation], None],
-        spawn: Callable[[Awaitable[None]], object],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self._engine = engine
         self._settings = settings
@@ -78,7 +91,7 @@ class Contexts:
         except BaseException:
             opening.add_done_callback(lambda done: self._opened_too_late(generation, done))
             raise
-        self._counts["contexts_opened"] += 1
+        self._opened(generation)
         try:
             page = await self._step(generation, "page", context.new_page())
         except BaseException:
@@ -109,10 +122,9 @@ class Contexts:
             logger.debug("closing a context of browser %d said: %s", generation.number, error)
 
     async def close_all(self, lease: Lease) -> None:
-        """Close what was lent, and what the code opened beside it."""
+        """Close what was lent, and what the code opened beside it: at once, so that all of it has one bound."""
         others, lease.others = lease.others, []
-        for context in (*others, lease.context):
-            await self.close(lease.generation, context)
+        await asyncio.gather(*(self.close(lease.generation, context) for context in (*others, lease.context)))
 
     def track(self, generation: Generation) -> None:
         """Contexts that code opens on the browser itself are its session's: of its identity, and closed with it.
@@ -121,13 +133,19 @@ class Contexts:
         """
         launched, browser = generation.launched, generation.launched.browser
         new_context = browser.new_context
+        guard_shared(browser)
+        guard_shared(getattr(browser, "browser_type", None))
 
         async def tracked_context(**options: Any) -> BrowserContext:
             lease = current_lease.get()
             if lease is None:
                 return await new_context(**options)
+            await refuse_if_over()
             context = await launched.new_context(lease.identity, options)
-            self._counts["contexts_opened"] += 1
+            self._opened(generation)
+            if lease.ending.has_come:  # meanwhile: no one else would close it
+                self._spawn(self.close(generation, context))
+                raise lease.ending.error()
             lease.others.append(context)
             return context
 
@@ -147,10 +165,14 @@ class Contexts:
             lease.others.remove(context)
             self._spawn(self.close(lease.generation, context))
 
+    def _opened(self, generation: Generation) -> None:
+        generation.contexts += 1
+        self._counts["contexts_opened"] += 1
+
     def _opened_too_late(self, generation: Generation, opening: asyncio.Future[BrowserContext]) -> None:
         """The message has given up; its context is closed as soon as it exists."""
         if not opening.cancelled() and opening.exception() is None:
-            self._counts["contexts_opened"] += 1
+            self._opened(generation)
             self._spawn(self.close(generation, opening.result()))
 
     def _wedged(self, generation: Generation) -> None:

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from dramatiq import Message
 from dramatiq.errors import DecodeError
 
-from asyncworker.accounting import ERROR_OPTION, TRACEBACK_OPTION
+from asyncworker.accounting import ERROR_OPTION, LOSSES_OPTION, NOTED_LOSSES_OPTION, TRACEBACK_OPTION
+from asyncworker.at_most_once import BEGUN_BY_OPTION, BEGUN_OPTION
 from asyncworker.consumer import misfit
 from asyncworker.errors import NotThere
 from asyncworker.ledger import Row
@@ -24,7 +25,17 @@ from asyncworker.redis_broker import WorkerBroker
 from asyncworker.visitor import Visitor
 
 #: Options that a message has from its earlier attempts: without them it gets all of its retries again.
-SPENT = ("retries", "crashes", TRACEBACK_OPTION, ERROR_OPTION, "eta")
+SPENT = (
+    "retries",
+    "crashes",
+    LOSSES_OPTION,
+    NOTED_LOSSES_OPTION,
+    TRACEBACK_OPTION,
+    ERROR_OPTION,
+    BEGUN_OPTION,
+    BEGUN_BY_OPTION,
+    "eta",
+)
 
 #: A preview shows as many.
 EXAMPLES = 5

@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 from redis.exceptions import NoScriptError
 
 from asyncworker.exchange import Answer, Exchange, NotSent, Unanswered
+from asyncworker.ledger import text
 from asyncworker.patience import PAUSE_S, passes
 
 #: So many messages are taken in one step of the store, all or none of them; it serves others in between.
@@ -23,13 +24,18 @@ MOST_TOGETHER = 200
 LEAST_S = 0.5
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """A message on its way, as the store gets it."""
 
     queue_name: str
     identifier: str
     body: bytes
+    #: Named where a message of those that are sent together is unique.
+    message_id: str = ""
+    #: While another message with this key waits or runs, this one is not taken; empty: it is.
+    unique: str = ""
+    #: It is what a worker sends after an attempt: the retry of a message takes its key over.
+    follows: bool = False
 
 
 class Undelivered(Exception):
@@ -60,10 +66,23 @@ class Parcel:
     slot: int
     is_unclear: bool = False
     is_taken: bool = False
+    #: By place: the id of the message that was there already, where the store took none for it.
+    there: dict[int, str] | None = None
 
     def command(self, head: Sequence[Any], who: str, kept_ms: int) -> tuple[Any, ...]:
+        queue_name, slot = self.items[0].queue_name, f"{os.getpid()}.{self.slot}"
+        if self.items[0].message_id:
+            fours = [part for item in self.items for part in (item.identifier, item.body, item.unique, item.message_id)]
+            return (*head, "send_unique", queue_name, who, slot, kept_ms, int(self.items[0].follows), *fours)
         pairs = [part for item in self.items for part in (item.identifier, item.body)]
-        return (*head, "send", self.items[0].queue_name, who, f"{os.getpid()}.{self.slot}", kept_ms, *pairs)
+        return (*head, "send", queue_name, who, slot, kept_ms, *pairs)
+
+    def take(self, answer: Answer) -> None:
+        """Note what the store says that has taken it."""
+        self.is_taken = True
+        if isinstance(answer, list):  # else a number: nothing of it is unique
+            named = zip(self.places, answer, strict=True)
+            self.there = {place: text(message_id) for place, message_id in named if message_id}
 
 
 #: Messages that are sent together, over all repeats; what was taken is not sent again.
@@ -178,7 +197,7 @@ class Delivery:
             if isinstance(answer, Exception):
                 refusals.append(answer)
             else:
-                parcel.is_taken = True
+                parcel.take(answer)
         return next(_worst_first(refusals), None)
 
     def _load(self, deadline: float) -> BaseException | None:

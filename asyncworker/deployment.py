@@ -15,6 +15,7 @@ from dramatiq import Broker
 from asyncworker import embedded
 from asyncworker.broker import get_broker
 from asyncworker.errors import AsyncworkerError
+from asyncworker.last_words import LastWords
 from asyncworker.settings import Settings, load
 
 
@@ -25,9 +26,11 @@ def start() -> Broker:
         ImportError: For whatever stands in the way, with its cause whole: Dramatiq shows it and ends the worker
             with its exit code for imports.
     """
+    last_words = LastWords()
     try:
         settings = load()
         broker = get_broker(settings)
+        broker.add_middleware(last_words)
         if settings.broker_url is None:
             embedded.ensure(settings.state_dir)
     except AsyncworkerError as error:

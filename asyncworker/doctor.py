@@ -235,7 +235,9 @@ def _reaping(pid: int) -> Check:
         if time.monotonic() >= deadline:
             _reap_own(pid)
             detail = f"{who} does not reap: each browser that crashes leaves zombies, and closing one takes longer"
-            return Check("init", State.warning, detail, "`docker run --init`, or start the worker under tini")
+            return Check(
+                "init", State.warning, detail, "`docker run --init`, tini, or `asyncworker up -p N` as process 1"
+            )
         time.sleep(0.02)
     return Check("init", State.ok, f"{who} reaps orphaned processes")
 

@@ -11,16 +11,20 @@
     │   ├── InvalidSeed           a seed that is no integer in 0 .. 2**63-1
     │   ├── UrlRefused            not a URL, or one that this deployment does not open
     │   ├── PathRefused           a file outside the output directory
+    │   ├── UnknownOutcome        what has begun before, and no one knows how it ended: a person decides
     │   └── Unsupported           something that the worker's engine cannot do
     ├── EngineError               the browser or what launches it; retried with the same seed
     │   ├── LaunchFailed          no browser came up in time
     │   │   └── EngineMissing     there is nothing to launch
     │   ├── BrowserCrashed        the browser died under the attempt
+    │   │   └── BrowserRecycled   it was ended under the attempt, to be replaced
     │   ├── PageCrashed           only this page's renderer died
     │   ├── ExitDrifted           the proxy's exit changed under the browser
     │   ├── PhaseTimeout          a step of ours took too long (its name is in `phase`)
     │   └── ForkedBrowser         used in a forked child of the process that launched it
-    └── SessionOver               the code kept a session beyond its attempt
+    ├── StepHeld                  another message is at the same step; retried
+    ├── StaleAttempt              the message was taken by another worker, which goes on with it
+    └── SessionOver               the code kept a session beyond its attempt, or called on when it was cancelled
 
 Playwright's own errors about a page (a timeout, a refused navigation, a missing selector) pass
 through untouched: they are the page's or the code's, not ours.
@@ -136,6 +140,18 @@ class PathRefused(RefusedMessage, ValueError):
     path: str | None
 
 
+class UnknownOutcome(RefusedMessage):
+    """No one knows whether this took place; look, then run `asyncworker once resolve` or `asyncworker dead retry`.
+
+    Whoever had begun it was lost. `subject` is the step, or the message of an actor with delivery="at_most_once".
+
+    Not raised where an effect may take place again: by default the next one simply enters the step.
+    """
+
+    fields = ("subject",)
+    subject: str | None
+
+
 class Unsupported(RefusedMessage, NotImplementedError):
     """The worker's engine cannot do this; set another ASYNCWORKER_ENGINE, or use what the sentence names instead.
 
@@ -173,6 +189,13 @@ class BrowserCrashed(EngineError):
     """
 
 
+class BrowserRecycled(BrowserCrashed):
+    """A browser that is replaced was ended under this attempt; it is retried with the same seed, at no cost.
+
+    Raised when the attempt outlasts ASYNCWORKER_RECYCLE_DRAIN_MS, which is longer than its time limit unless set.
+    """
+
+
 class PageCrashed(EngineError):
     """The page's renderer died; the browser lives on. The message is retried with the same seed."""
 
@@ -187,9 +210,10 @@ class ExitDrifted(EngineError):
 class PhaseTimeout(EngineError, TimeoutError):
     """A step of the runtime took too long; the message is retried, or set its ASYNCWORKER_..._TIMEOUT_MS higher.
 
-    `phase` names the step: `browser`, `context`, `page` or `close`.
+    `phase` names the step: `wait` (for a slot or a browser that is free), `launch`, `context` or `page`.
 
-    Not raised for the actor's own code: that is Dramatiq's TimeLimitExceeded or Playwright's TimeoutError.
+    Not raised for the actor's own code: that is Dramatiq's TimeLimitExceeded, whose time begins when the page is open,
+    or Playwright's TimeoutError. Nor for a context that does not close: that costs its browser, and no message.
     """
 
     fields = ("phase", "engine", "generation")
@@ -200,5 +224,31 @@ class ForkedBrowser(EngineError):
     """A browser cannot be used in a fork of the process that launched it: launch after the fork, or use spawn."""
 
 
+class StepHeld(AsyncworkerError):
+    """Another message holds this step and was not done with it in time; this one is retried like after any failure.
+
+    Not raised for an earlier attempt of the same message: a later one takes its place at once.
+    """
+
+    fields = ("step",)
+    step: str | None
+
+
+class StaleAttempt(AsyncworkerError):
+    """This attempt's message was taken by another worker, which goes on with it; it is not retried from here.
+
+    Raised where a step is entered, confirmed or completed, not for what the code does without one.
+    """
+
+    fields = ("step", "fence")
+    step: str | None
+    fence: int | None
+
+
 class SessionOver(AsyncworkerError):
-    """This session's attempt has ended and its context is closed; return values instead of keeping the session."""
+    """This session is over, and its context closed: return values instead of keeping it, and let a cancellation pass.
+
+    Its attempt has ended, or was cancelled by its time limit or by a stop.
+
+    Not raised for a session whose browser died: that is BrowserCrashed.
+    """

@@ -68,6 +68,7 @@ def ask_together(client: redis.Redis, commands: Sequence[Command]) -> list[Answe
 
 
 def _read(connection: Any) -> Answer:
+    """The next answer; a refusal is one, too."""
     try:
         return connection.read_response()
     except ResponseError as error:
@@ -145,11 +146,9 @@ class Exchange:
         while len(answers) < count:
             try:
                 _limit(connection, deadline)
-                answers.append(connection.read_response())
+                answers.append(_read(connection))
             except BusyLoadingError as error:  # to redis-py the end of the connection; the store says it to all
                 answers.extend([error] * (count - len(answers)))
-            except ResponseError as error:
-                answers.append(error)
             except redis.RedisError as error:
                 raise Unanswered(answers) from error
         return answers

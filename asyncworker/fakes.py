@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from asyncworker.engines import Fault
+from asyncworker.engines import Fault, Launched
 from asyncworker.engines.capabilities import Capability, check_options
 from asyncworker.errors import LaunchFailed
 from asyncworker.identity import Identity
@@ -139,6 +139,8 @@ class FakeContext:
     async def new_page(self) -> FakePage:
         await self.browser.engine.pass_time("new_page")
         self.browser.check()
+        if self.closed:
+            raise FakeBrowserError("Target page, context or browser has been closed")
         page = FakePage(self)
         self.pages.append(page)
         return page
@@ -160,6 +162,16 @@ class FakeContext:
         """Recorded as `set_default_timeout` is."""
 
 
+class FakeBrowserType:
+    """What code finds at `browser.browser_type`; launches by it are counted, and are the engine's no longer."""
+
+    def __init__(self) -> None:
+        self.launches = 0
+
+    async def launch(self, **options: Any) -> None:
+        self.launches += 1
+
+
 class FakeBrowser(_Emitter):
     """A browser without a process, in the shape that engines launch; `crash()` ends it as SIGKILL would."""
 
@@ -174,6 +186,8 @@ class FakeBrowser(_Emitter):
         self.alive = True
         #: Calls that were cancelled and still hold the browser up, as invisible_playwright's do.
         self.abandoned = 0
+        #: What its processes would hold.
+        self.memory_mb = 0.0
         self._open = self.new_context
         self._lost: Callable[[str], None] | None = None
 
@@ -202,6 +216,10 @@ class FakeBrowser(_Emitter):
 
     async def new_page(self, **options: Any) -> FakePage:
         return await (await self._open(**options)).new_page()
+
+    @property
+    def browser_type(self) -> FakeBrowserType:
+        return self.engine.browser_type
 
     # --- the engine's part
 
@@ -242,6 +260,9 @@ class FakeLaunched:
     def abandoned(self) -> int:
         return self._fake.abandoned
 
+    async def memory_mb(self, enough_mb: float) -> float:
+        return self._fake.memory_mb
+
 
 class FakeEngine:
     """An engine without a browser.
@@ -252,6 +273,7 @@ class FakeEngine:
         fail_launches: How many of the next launches fail.
         delays: Seconds that a step takes, by its name: launch, new_context, new_page, page, close_context, close.
             `math.inf` never ends.
+        renewed: The browsers with which the next one was to share nothing.
         begun: How often each of these steps has begun.
         capabilities: What it can do; without one of them it refuses the options that need it.
         drawn_by: What it says draws its identities; with another value each seed is another visitor.
@@ -266,6 +288,8 @@ class FakeEngine:
         self.fail_launches = 0
         self.delays: dict[str, float] = {}
         self.begun: Counter[str] = Counter()
+        self.renewed: list[Any] = []
+        self.browser_type = FakeBrowserType()
         self.drawn_by = "fake 1"
         self.capabilities = frozenset(Capability)
         self._one_identity_each = one_identity_each
@@ -301,6 +325,9 @@ class FakeEngine:
         browser = FakeBrowser(self, identity)
         self.browsers.append(browser)
         return FakeLaunched(browser)
+
+    def renew(self, launched: Launched) -> None:
+        self.renewed.append(launched.browser)
 
     def classify(self, error: BaseException) -> Fault | None:
         return Fault.gone if isinstance(error, FakeBrowserError) else None

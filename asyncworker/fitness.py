@@ -22,7 +22,7 @@ logger = logging.getLogger("asyncworker.broker")
 
 #: Commands of broker.lua, each as it does no harm where there is nothing. What writes is undone at the end.
 TRIED_IN_SCRIPTS = """
-del K|exists K|get K|hdel K f|hexists K f|hget K f|hlen K|hmget K f|hset K f v|hsetnx K f v|del K
+del K|exists K|get K|hdel K f|hexists K f|hget K f|hlen K|hincrby K f 1|hmget K f|hset K f v|hsetnx K f v|del K
 keys K|lindex K 0|llen K|lpop K|lpush K v|lset K 0 v|rpush K v|pexpire K 1000|del K|sadd K v|scard K|sismember K v
 smembers K|srem K v|set K v PX 1000|del K|time|zadd K 1 v|zcard K|zrange K 0 0|zrangebyscore K 0 0
 zrevrangebyscore K 0 0|zrem K v|zscore K v|del K

@@ -7,8 +7,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from asyncworker.ending import Ending
 from asyncworker.engines import Launched
-from asyncworker.errors import BrowserCrashed, ExitDrifted
+from asyncworker.errors import BrowserCrashed, BrowserRecycled, ExitDrifted
 from asyncworker.identity import Identity
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Generation:
 
     number: int
     key: Hashable
+    identity: Identity
     launched: Launched
     gone: asyncio.Future[None]
     leases: int = 0
@@ -47,6 +49,16 @@ class Generation:
     wedged: bool = False
     lost: str | None = None
     used_at: float = 0.0
+    launched_at: float = 0.0
+    #: Contexts that were opened on it so far, and what its processes held when they were last looked at.
+    contexts: int = 0
+    memory_mb: float = 0.0
+    #: The latest time, by the host's clock, at which the time limit of an attempt on it passes.
+    busy_until: float = 0.0
+    #: The next one has taken over; this one counts as no browser of `max_browsers` any more.
+    replaced: bool = False
+    #: It was ended with contexts open, since they outlasted the limit for that.
+    cut_off: bool = False
     ending: asyncio.Task[None] | None = None
     watchers: list[Callable[[str], None]] = field(default_factory=list)
 
@@ -65,10 +77,18 @@ class Lease:
     context: BrowserContext
     page: Page
     others: list[BrowserContext] = field(default_factory=list)
+    ending: Ending = field(default_factory=Ending)
 
 
 def crashed(engine: str, generation: Generation) -> BrowserCrashed:
-    """The error of a message whose browser died."""
+    """The error of a message whose browser died, or was ended under it."""
+    if generation.cut_off:
+        return BrowserRecycled(
+            f"browser {generation.number} ({engine}) was ended under this attempt: {generation.lost}; it is retried "
+            "with the same seed and uses up no retry",
+            engine=engine,
+            generation=generation.number,
+        )
     reason = generation.lost or "it closed the connection"
     return BrowserCrashed(
         f"browser {generation.number} ({engine}) died under this attempt: {reason}; it is retried with the same seed",

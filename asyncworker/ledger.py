@@ -8,14 +8,29 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Protocol
 
-#: A message's rows and a worker's counts are kept this long after their last change.
-KEPT_MS = 24 * 3_600_000
+_OPEN_SCRIPT = (Path(__file__).parent / "ledger.lua").read_text()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How much a ledger keeps.
+
+    Attributes:
+        ms: A message's rows and a worker's counts are kept this long after their last change.
+        messages: Of the oldest messages the rows are forgotten where there are more than so many.
+    """
+
+    ms: int = 24 * 3_600_000
+    messages: int = 1_000_000
+
+
+KEPT = Kept()
 
 
 class Outcome(StrEnum):
@@ -28,7 +43,12 @@ class Outcome(StrEnum):
     timed_out = "timed_out"
     deferred = "deferred"  # put off through no one's fault, such as a proxy whose exit changed
     interrupted = "interrupted"  # by the worker's shutdown
+    lost = "lost"  # the worker process died under the attempt
     rejected = "rejected"  # no retry can help, or none is left
+
+
+#: Rows that are written at once: what follows may end this process, too.
+AT_ONCE = (Outcome.running, Outcome.lost)
 
 
 @dataclass(frozen=True)
@@ -40,6 +60,7 @@ class Row:
             draw none.
         drawn_by: Which version of what drew that identity.
         identity_changed: True when the seed was another visitor on an earlier attempt, or on an earlier run.
+        phase: What the attempt was at when that was last written: `code` once its page was ready.
     """
 
     message_id: str
@@ -55,6 +76,11 @@ class Row:
     identity: str | None = None
     drawn_by: str | None = None
     identity_changed: bool = False
+    phase: str | None = None
+
+    def closed(self, outcome: Outcome, at_ms: int) -> Row:
+        """The row at its end."""
+        return replace(self, outcome=outcome, closed_ms=at_ms)
 
     @property
     def took_ms(self) -> int | None:
@@ -69,6 +95,7 @@ class ClosedRow:
     key: str
     number: int
     text: str
+    kept: Kept = KEPT
 
 
 class Ledger(Protocol):
@@ -84,6 +111,9 @@ class Ledger(Protocol):
         attempt is 0 was never opened: it becomes the message's next.
         """
 
+    def note(self, row: Row) -> None:
+        """Have what is known of a running attempt written soon, where that costs no round trip; else nothing."""
+
     def rows(self, message_id: str) -> list[Row]:
         """The rows of one message, first attempt first; empty when none is known."""
 
@@ -97,15 +127,19 @@ class Ledger(Protocol):
 class MemoryLedger:
     """A ledger that ends with its process: for tests."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, kept: Kept = KEPT) -> None:
+        self._kept = kept
         self._lock = threading.Lock()
-        self._rows: defaultdict[str, list[Row]] = defaultdict(list)
+        self._rows: dict[str, list[Row]] = {}
         self._counts: dict[str, dict[str, int]] = {}
 
     def open(self, row: Row) -> Row:
         with self._lock:
-            opened = replace(row, attempt=len(self._rows[row.message_id]) + 1)
-            self._rows[row.message_id].append(opened)
+            rows = self._rows.setdefault(row.message_id, [])
+            opened = replace(row, attempt=len(rows) + 1)
+            rows.append(opened)
+            while len(self._rows) > self._kept.messages:
+                del self._rows[next(iter(self._rows))]
             return opened
 
     def close(self, row: Row) -> None:
@@ -116,6 +150,9 @@ class MemoryLedger:
             rows = self._rows.get(row.message_id, [])
             if 1 <= row.attempt <= len(rows):
                 rows[row.attempt - 1] = row
+
+    def note(self, row: Row) -> None:
+        self.close(row)
 
     def rows(self, message_id: str) -> list[Row]:
         with self._lock:
@@ -133,45 +170,57 @@ class MemoryLedger:
 class RedisLedger:
     """A ledger in the broker's store.
 
-    Keys: a list `<namespace>:attempts:<message_id>` of JSON rows, a JSON object `<namespace>:counts:<worker>`, and
+    Keys: a list `<namespace>:attempts:<message_id>` of JSON rows, the list `<namespace>:attempts` of these keys in
+    the order in which they began, a JSON object `<namespace>:counts:<worker>`, and
     the set `<namespace>:workers` of those who have counted.
 
     Parameters:
         behind: Takes the rows of attempts that have ended and has them written soon; None: `close` writes them.
+        kept: How much is kept.
     """
 
     def __init__(
-        self, client: Any, *, namespace: str = "asyncworker", behind: Callable[[ClosedRow], None] | None = None
+        self,
+        client: Any,
+        *,
+        namespace: str = "asyncworker",
+        behind: Callable[[ClosedRow], None] | None = None,
+        kept: Kept = KEPT,
     ) -> None:
         self._client = client
+        self._kept = kept
+        self._open_script = client.register_script(_OPEN_SCRIPT)
         self._namespace = namespace
         self._behind = behind
 
     def open(self, row: Row) -> Row:
         key = self._key(row.message_id)
         # The number of a row is its place in the list, so pushing it is what numbers it.
-        with self._client.pipeline(transaction=False) as pipe:
-            pipe.rpush(key, _written(row))
-            pipe.pexpire(key, KEPT_MS)
-            number, _ = pipe.execute()
+        number = self._open_script(
+            keys=[key, f"{self._namespace}:attempts"], args=[_written(row), self._kept.ms, self._kept.messages]
+        )
         return replace(row, attempt=int(number))
 
     def close(self, row: Row) -> None:
         if row.attempt < 0:  # Redis would count such a place from the end
             return
         key = self._key(row.message_id)
-        if self._behind is not None and row.outcome is not Outcome.running:
-            self._behind(ClosedRow(key, row.attempt, _written(row)))
+        if self._behind is not None and row.outcome not in AT_ONCE:
+            self._behind(ClosedRow(key, row.attempt, _written(row), self._kept))
             return
         if row.attempt == 0:
             self.open(row)
             return
         with self._client.pipeline(transaction=False) as pipe:
             pipe.lset(key, row.attempt - 1, _written(row))
-            pipe.pexpire(key, KEPT_MS)
+            pipe.pexpire(key, self._kept.ms)
             replaced, _ = pipe.execute(raise_on_error=False)
         if isinstance(replaced, Exception) and not str(replaced).endswith(_NO_SUCH_ROW):
             raise replaced
+
+    def note(self, row: Row) -> None:
+        if self._behind is not None and row.attempt > 0:
+            self._behind(ClosedRow(self._key(row.message_id), row.attempt, _written(row), self._kept))
 
     def rows(self, message_id: str) -> list[Row]:
         texts = self._client.lrange(self._key(message_id), 0, -1)
@@ -181,8 +230,8 @@ class RedisLedger:
         # A key of its own for each worker: the living must not keep the dead.
         with self._client.pipeline(transaction=False) as pipe:
             pipe.sadd(self._workers, worker)
-            pipe.pexpire(self._workers, KEPT_MS)
-            pipe.set(self._counts_key(worker), json.dumps(dict(counts)), px=KEPT_MS)
+            pipe.pexpire(self._workers, self._kept.ms)
+            pipe.set(self._counts_key(worker), json.dumps(dict(counts)), px=self._kept.ms)
             is_new, _, _ = pipe.execute()
         if is_new:
             self.counts()  # forgets those that are known no more, also where no one ever asks

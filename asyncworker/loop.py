@@ -27,7 +27,8 @@ from typing import Any, Generic, TypeVar
 
 from dramatiq.middleware import Interrupt, Shutdown
 
-from asyncworker.errors import ForkedBrowser
+from asyncworker.ending import Interruption, current_interruption
+from asyncworker.errors import ForkedBrowser, SessionOver
 
 logger = logging.getLogger("asyncworker.loop")
 
@@ -72,6 +73,11 @@ class LoopThread:
             raise RuntimeError("the loop thread is not running: actors run in a worker, after its boot")
         return self._loop
 
+    @property
+    def thread_id(self) -> int | None:
+        """The ident of the loop's thread; None when it is not running."""
+        return self._thread.ident if self._thread is not None else None
+
     def start(self, *, timeout: float | None = None) -> None:
         """Start the thread. `timeout` is Dramatiq's, in seconds, and not needed: starting waits for no one.
 
@@ -111,9 +117,9 @@ class LoopThread:
             while not work.wait(INTERRUPT_CHECK_S):
                 if work.task is None:  # an interrupt may have kept another thread from calling the loop
                     work.call_loop(self._let_in)
-        except Interrupt:
+        except Interrupt as interrupt:
             if work is not None:
-                self._await_cleanup(work)
+                self._await_cleanup(work, type(interrupt).__name__)
             raise
         finally:
             if work is None or not work.begun:
@@ -205,7 +211,8 @@ class LoopThread:
         return loop
 
     async def _drain(self, timeout_ms: int) -> int:
-        late = await _ended_within(timeout_ms, tuple(self._running))
+        late = await _ended_within(timeout_ms, tuple(work for work in self._running if not work.left))
+        late += tuple(work for work in self._running if work.left)
         for work in late:
             work.shut_down = True
             work.insist()
@@ -214,19 +221,20 @@ class LoopThread:
             late = await _ended_within(self._cleanup_timeout_ms, late)
         return len(late)
 
-    def _await_cleanup(self, work: _Work[Any]) -> None:
+    def _await_cleanup(self, work: _Work[Any], reason: str) -> None:
         """Wait until the cancelled work has ended; a further interrupt of this thread changes nothing."""
         budget_s = self._cleanup_timeout_ms / 1000
         cancellations, deadline = 1, time.monotonic() + budget_s
         while True:
             try:
-                work.cancel(cancellations)
+                work.cancel(cancellations, reason)
                 if work.wait(INTERRUPT_CHECK_S):
                     return
                 if time.monotonic() < deadline:
                     continue
                 if cancellations == 2:
                     logger.error("the code ignored two cancellations; it is left running and its slot is free again")
+                    work.left = True
                     return
                 cancellations, deadline = 2, deadline + budget_s
                 logger.error(
@@ -268,12 +276,15 @@ class _Work(Generic[R]):
     def __init__(self, coro: Coroutine[Any, Any, R], loop: asyncio.AbstractEventLoop, running: set[_Work[Any]]) -> None:
         self.begun = False
         self.shut_down = False  # cancelled because the worker ends, not by its own code
+        self.left = False  # it has ignored two cancellations: a stop waits for it no more than it must
         self.task: asyncio.Task[None] | None = None
         self._coro = coro
         self._loop = loop
         self._running = running
         self._cancellations = 0
         self._context = contextvars.copy_context()  # the waiting thread's; the loop is called by any of them
+        self._interruption = Interruption()
+        self._context.run(current_interruption.set, self._interruption)
         self._end: _End[R] = _End()
 
     def call_loop(self, work: Callable[..., None], *args: object) -> None:
@@ -288,22 +299,23 @@ class _Work(Generic[R]):
             self._end.come()
         return self._end.is_there
 
-    def cancel(self, times: int) -> None:
+    def cancel(self, times: int, reason: str) -> None:
         """Have it cancelled for the n-th time, from the waiting thread; saying so again changes nothing."""
         with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile, and with it the work
-            self.call_loop(self._cancel, times)
+            self.call_loop(self._cancel, times, reason)
 
     def insist(self) -> None:
         """Cancel it once more, on the loop."""
-        self._cancel(self._cancellations + 1)
+        self._cancel(self._cancellations + 1, Shutdown.__name__)
 
-    def _cancel(self, times: int) -> None:
+    def _cancel(self, times: int, reason: str) -> None:
         if self._end.is_there or times <= self._cancellations:
             return
         self._cancellations = times
         if self.task is None:
             self._over(None)
         else:
+            self._interruption.tell(reason)  # first: what the code calls when it is cancelled is refused already
             self.task.cancel()
 
     def result(self) -> R:
@@ -311,7 +323,8 @@ class _Work(Generic[R]):
         try:
             if self._end.returned:
                 return self._end.returned.pop()
-            if not self._end.raised or (self.shut_down and isinstance(self._end.raised[0], asyncio.CancelledError)):
+            consequences = asyncio.CancelledError | SessionOver
+            if not self._end.raised or (self.shut_down and isinstance(self._end.raised[0], consequences)):
                 raise Shutdown("the worker process is shutting down")
             raise self._end.raised.pop()
         finally:

@@ -22,7 +22,8 @@ have what Celery's signals give:
     worker_process_shutdown   after_worker_shutdown(broker, worker)
     ========================  ==========================================================================
 
-All are Dramatiq's own but `after_receive_message` and `after_retry_message`, which Dramatiq lacks.
+All are Dramatiq's own but `after_receive_message` and `after_retry_message`, which Dramatiq lacks. A third of ours,
+`after_lose_message`, is called by the next worker that has a message whose worker process had died under it.
 """
 
 from __future__ import annotations
@@ -37,20 +38,26 @@ from collections.abc import Callable
 from typing import Any
 
 import redis
-from dramatiq import Broker, MessageProxy, Worker
+from dramatiq import Actor, Broker, MessageProxy, Worker
 from dramatiq.asyncio import set_event_loop_thread
 from dramatiq.middleware import Middleware as DramatiqMiddleware
 from dramatiq.middleware import MiddlewareError
 
 from asyncworker import processes, scratch
-from asyncworker.accounting import Accounting, keep_in_dead_letter, now_ms, outcome_of
+from asyncworker.accounting import LOSSES_OPTION, Accounting, keep_in_dead_letter, now_ms, outcome_of
+from asyncworker.at_most_once import AT_MOST_ONCE, DELIVERY_OPTION, begin, check_delivery
 from asyncworker.engines import Engine
-from asyncworker.errors import AsyncworkerError, EngineError
+from asyncworker.errors import AsyncworkerError, DeclarationError, EngineError
+from asyncworker.fencing import Fence
 from asyncworker.heartbeat import consumed_queues
 from asyncworker.ledger import Ledger, Outcome, Row
 from asyncworker.loop import LoopThread
-from asyncworker.runtime import Attempt, Runtime, current_attempt, set_runtime
+from asyncworker.once import Steps
+from asyncworker.runtime import Runtime, set_runtime
+from asyncworker.session import Attempt, current_attempt
 from asyncworker.settings import DEFAULT_SLOTS, Settings
+from asyncworker.step_records import MemoryStepRecords, StepRecords
+from asyncworker.unique import UNIQUE_OPTION, check_unique
 
 logger = logging.getLogger("asyncworker.worker")
 
@@ -76,13 +83,25 @@ CHECK_TIMEOUT_MS = 10_000
 
 
 class Middleware(DramatiqMiddleware):
-    """Dramatiq's middleware with the two hooks that it lacks beside Celery's signals."""
+    """Dramatiq's middleware with the two hooks that it lacks beside Celery's signals, and one for lost messages."""
 
     def after_receive_message(self, broker: Broker, message: MessageProxy) -> None:
         """Called when this worker has taken a message from its queue, before it waits for a thread."""
 
     def after_retry_message(self, broker: Broker, message: MessageProxy, *, exception: BaseException) -> None:
         """Called after a failed message was enqueued again; its option `retries` counts from 1."""
+
+    def after_lose_message(self, broker: Broker, message: MessageProxy, *, losses: int, row: Row | None) -> None:
+        """Called before the next attempt of a message whose worker process had died under it.
+
+        Parameters:
+            losses: How often that has happened.
+            row: The attempt's, with its worker, seed and last phase; None: the ledger was not to be had.
+        """
+
+
+class NotDeclared(DeclarationError, MiddlewareError):
+    """An actor's options cannot be; any other exception of a hook would be logged, and the actor declared."""
 
 
 class BootFailed(MiddlewareError):
@@ -111,6 +130,7 @@ class BrowserMiddleware(Middleware):
         ledger: Where attempts are recorded.
         draw_seed: Gives the deployment's seed, drawing it when it is the first to ask; may block.
         engine: What launches browsers; None: the one that the settings name.
+        step_records: Where steps that are done once are kept; None: in this process.
     """
 
     def __init__(
@@ -120,8 +140,14 @@ class BrowserMiddleware(Middleware):
         ledger: Ledger,
         draw_seed: Callable[[], int],
         engine: Engine | None = None,
+        step_records: StepRecords | None = None,
     ) -> None:
         self.settings = settings
+        self.steps = Steps(
+            step_records or MemoryStepRecords(),
+            lease_ms=settings.heartbeat_timeout_ms,
+            kept_ms=settings.once_ttl_ms,
+        )
         self.ledger = ledger
         self.worker_id = ""
         self._draw_seed = draw_seed
@@ -134,7 +160,7 @@ class BrowserMiddleware(Middleware):
 
     @property
     def actor_options(self) -> set[str]:
-        return {SESSION_OPTION, IDENTITY_OPTION, CONTEXT_OPTION}
+        return {SESSION_OPTION, IDENTITY_OPTION, CONTEXT_OPTION, DELIVERY_OPTION, UNIQUE_OPTION}
 
     @property
     def runtime(self) -> Runtime:
@@ -150,11 +176,29 @@ class BrowserMiddleware(Middleware):
             )
         return self._runtime
 
+    @property
+    def loop_thread(self) -> LoopThread | None:
+        """The loop of the worker process, with its thread; None outside a worker."""
+        return self._loop
+
     def deployment_seed(self) -> int:
         """The seed of messages that name none. May ask the store, once."""
         if self._seed is None:
             self._seed = self._draw_seed()
         return self._seed
+
+    def before_declare_actor(self, broker: Broker, actor: Actor[..., Any]) -> None:
+        try:
+            check_unique(actor)
+            check_delivery(actor)
+        except DeclarationError as error:
+            raise NotDeclared(str(error)) from None
+        asked = [name for name in (UNIQUE_OPTION, DELIVERY_OPTION) if actor.options.get(name)]
+        if asked and not getattr(broker, "can_guard", False):
+            raise NotDeclared(
+                f"{actor.actor_name} has {' and '.join(asked)}, which needs Redis or Valkey as the broker, and this is "
+                f"{type(broker).__name__}; guard the effect by `session.once(...)` instead, which needs a store only"
+            )
 
     # --- boot and shutdown
 
@@ -175,17 +219,18 @@ class BrowserMiddleware(Middleware):
         self._runtime.on_attempt = self._accounting.numbered
         self._runtime.on_session = self._accounting.session_began
         self._runtime.default_seed = self.deployment_seed
+        self._runtime.steps, self._runtime.worker_id = self.steps, self.worker_id
         set_runtime(self._runtime, self._loop.loop)
         self._accounting.start()
         threading.Thread(target=self._sweep, name="asyncworker-sweep", daemon=True).start()
         self._runtime.limit(self.settings.slots or DEFAULT_SLOTS)
-        if _serves_sessions(broker, worker):
+        if serves_sessions(broker, worker):
             self._trim(worker)
             self._check_engine()
         worker.queue_prefetch = worker.worker_threads  # no message waits here while another worker is idle
 
     def after_worker_boot(self, broker: Broker, worker: Worker) -> None:
-        if self.settings.warm and _serves_sessions(broker, worker):
+        if self.settings.warm and serves_sessions(broker, worker):
             threading.Thread(target=self._warm, name="asyncworker-warm", daemon=True).start()
 
     def after_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
@@ -259,7 +304,6 @@ class BrowserMiddleware(Middleware):
         if seed is None and actor.options.get(SESSION_OPTION):
             # Sent by a producer that knows nothing of seeds: written into the message, so that retries keep it.
             seed = message.kwargs["seed"] = self.deployment_seed()
-        limit_ms = message.options.get("time_limit") or actor.options.get("time_limit", self.settings.time_limit_ms)
         row = Row(
             message_id=message.message_id,
             attempt=message.options.get("retries", 0) + 1,
@@ -268,8 +312,23 @@ class BrowserMiddleware(Middleware):
             worker=self.worker_id,
             opened_ms=now_ms(),
         )
-        row = self._accounting.begin(message, row, at_once=bool(actor.options.get(SESSION_OPTION)))
-        current_attempt.set(_attempt(row, limit_ms))
+        has_session = bool(actor.options.get(SESSION_OPTION))
+        row = self._accounting.begin(message, row, at_once=has_session or bool(message.options.get(LOSSES_OPTION)))
+        fence = self._fence(message, has_session)
+        current_attempt.set(Attempt(row.seed, row.message_id, row.actor, row.attempt, fencing=fence))
+        if actor.options.get(DELIVERY_OPTION) == AT_MOST_ONCE:
+            begin(broker, message, self.worker_id)
+
+    def _fence(self, message: MessageProxy, at_once: bool) -> Fence:
+        """The fence that the message was fetched with; where the broker gives none, the store does."""
+        fetched: Fence | None = getattr(message, "fencing", None)
+        fence = fetched or Fence(draw=self.steps.records.draw_fence)
+        if at_once and fetched is None:
+            try:
+                fence.value  # noqa: B018 -- drawn before the attempt begins
+            except redis.RedisError as error:
+                logger.warning("the attempt of message %s has no fence yet: %s", message.message_id, error)
+        return fence
 
     def after_process_message(
         self,
@@ -298,7 +357,7 @@ class BrowserMiddleware(Middleware):
     def _record_counts(self, runtime: Runtime) -> None:
         if runtime.host.counts:
             try:
-                self.ledger.count(self.worker_id, runtime.host.counts)
+                self.ledger.count(self.worker_id, runtime.counts())
             except redis.RedisError as error:
                 logger.warning("the counts of this worker could not be stored: %s", error)
 
@@ -308,12 +367,12 @@ def ledger_of(broker: Broker) -> Ledger:
     return next(each for each in broker.middleware if isinstance(each, BrowserMiddleware)).ledger
 
 
-def _attempt(row: Row, limit_ms: float) -> Attempt:
-    deadline = None if limit_ms == float("inf") else time.monotonic() + limit_ms / 1000
-    return Attempt(row.seed, row.message_id, row.actor, row.attempt, deadline)
+def steps_of(broker: Broker) -> Steps:
+    """The steps that are done once, as a broker's middleware keeps them."""
+    return next(each for each in broker.middleware if isinstance(each, BrowserMiddleware)).steps
 
 
-def _serves_sessions(broker: Broker, worker: Worker) -> bool:
+def serves_sessions(broker: Broker, worker: Worker) -> bool:
     """True when one of the worker's queues belongs to an actor that receives a session."""
     queues = {actor.queue_name for actor in broker.actors.values() if actor.options.get(SESSION_OPTION)}
     return bool(queues & consumed_queues(broker, worker))

@@ -92,6 +92,18 @@ def carriers(wanted: Callable[[Token], bool]) -> list[psutil.Process]:
     return _standing_under(wanted, set())
 
 
+def memory_mb(wanted: Callable[[Token], bool], *, enough_mb: float = 0.0) -> float:
+    """The memory of all processes under a wanted token, in MB. Blocks for some ms: call it in a thread.
+
+    Parameters:
+        enough_mb: What processes share is counted once only where the sum is above this. Below it the sum of their
+            resident memory is the answer: it is too much, and some fifty times as soon known.
+    """
+    found = carriers(wanted)
+    resident = sum(map(_resident, found)) / 1e6
+    return resident if resident <= enough_mb else sum(map(_proportional, found)) / 1e6
+
+
 def kill(wanted: Callable[[Token], bool], *, timeout_ms: int = 5_000) -> int:
     """SIGKILL every process under a wanted token and wait until it is gone. Blocks: call it in a thread.
 
@@ -127,7 +139,21 @@ def kill_launch(token: Token, *, timeout_ms: int = 5_000) -> int:
 
 def sweep(*, timeout_ms: int = 5_000) -> int:
     """Kill the drivers and browsers whose worker process is dead. Blocks: call it in a thread."""
-    return kill(lambda token: token.role in WORKERS_ROLES and token.owner_is_gone(), timeout_ms=timeout_ms)
+    return kill(_is_left_over, timeout_ms=timeout_ms)
+
+
+def left_over() -> list[tuple[psutil.Process, Token]]:
+    """What a sweep would kill, each with the token that it stands under."""
+    carried = {process: _token_of(process) for process in carriers(_is_left_over) if _lives(process)}
+    # A helper that has overwritten its environment is told by the carrier that shares its session.
+    of_session = {_session_of(process.pid): token for process, token in carried.items() if token is not None}
+    found = ((process, token or of_session.get(_session_of(process.pid))) for process, token in carried.items())
+    return [(process, token) for process, token in found if token is not None]
+
+
+def session_members(session: int) -> list[psutil.Process]:
+    """The live processes of a session (setsid)."""
+    return [one for one in psutil.process_iter() if _session_of(one.pid) == session and _lives(one)]
 
 
 def lives(pid: int) -> bool:
@@ -144,6 +170,10 @@ def up_since() -> float:
         return psutil.Process().create_time()
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - _born(psutil.Process()) / os.sysconf("SC_CLK_TCK")
     return time.time() - age
+
+
+def _is_left_over(token: Token) -> bool:
+    return token.role in WORKERS_ROLES and token.owner_is_gone()
 
 
 def _processes() -> Iterator[tuple[psutil.Process, Token | None]]:
@@ -205,6 +235,22 @@ def _session_of(pid: int) -> int:
         return os.getsid(pid)
     except OSError:
         return -1
+
+
+def _resident(process: psutil.Process) -> int:
+    try:
+        return process.memory_info().rss
+    except psutil.Error:
+        return 0
+
+
+def _proportional(process: psutil.Process) -> int:
+    """Its own memory, and its part of what it shares, in bytes; all that is resident where the system does not tell."""
+    try:
+        rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+    except OSError:
+        return _resident(process)
+    return sum(int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:"))
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -83,6 +83,8 @@ class ProducerBroker(Broker):
     """
 
     send_timeout_ms: int = SEND_TIMEOUT_MS
+    #: True when it has what `unique` and `delivery="at_most_once"` of an actor need: a store of its own.
+    can_guard: bool = False
     _threads: tuple[int, ThreadPoolExecutor] | None = None
 
     def send_many(self, messages: Iterable[ToSend]) -> list[Message[Any]]:

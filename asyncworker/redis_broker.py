@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
 import redis
-from dramatiq import Message
+from dramatiq import Message, MessageProxy
 from dramatiq.brokers.redis import RedisBroker
 from dramatiq.common import current_millis, dq_name
 
@@ -19,10 +19,12 @@ from asyncworker.consumer import WorkerConsumer
 from asyncworker.delivery import Delivery, Item, Shipment, Undelivered
 from asyncworker.errors import BrokerUnavailable, ConfigurationError
 from asyncworker.exchange import Exchange, ask_together
-from asyncworker.ledger import KEPT_MS, ClosedRow, text
+from asyncworker.fencing import Claim, Fence
+from asyncworker.ledger import KEPT, ClosedRow, text
 from asyncworker.patience import Patience, PatientAfterAttempts, patiently
 from asyncworker.producing import ProducerBroker, ToSend
 from asyncworker.settling import Settled, Settling
+from asyncworker.unique import unique_keys
 
 _SCRIPT = (Path(__file__).parent / "broker.lua").read_text()
 
@@ -37,6 +39,9 @@ KEPT_MS_AFTER = 60_000
 
 #: A worker sends again for as long as it takes.
 KEPT_MS_BY_WORKERS = 24 * 3_600_000
+
+#: What the id of a unique message begins with: the store looks for a key that it holds only where this is.
+UNIQUE_ID = "u."
 
 R = TypeVar("R")
 
@@ -53,6 +58,8 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         heartbeat_timeout_ms: A worker that was not heard of for this long is taken for dead.
         send_timeout_ms: How long a producer tries to have a message taken.
     """
+
+    can_guard = True
 
     def __init__(
         self, *, client: redis.Redis, where: str, heartbeat_timeout_ms: int = 15_000, send_timeout_ms: int = 10_000
@@ -87,6 +94,10 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         """The ids of those that it is done with and that the store has refused to settle for good."""
         return self._stranded[queue_name]
 
+    def fence(self, queue_name: str, identifier: str, value: int) -> Fence:
+        """The fence of an attempt of what this process's worker has fetched."""
+        return Fence(value, claim=Claim(f"{self.namespace}:__acks__.{self.broker_id}.{queue_name}", identifier))
+
     def wake_key(self, queue_name: str) -> str:
         """The list by which an idle consumer of a queue is woken."""
         return f"{self.namespace}:{queue_name}.wake"
@@ -116,36 +127,55 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         )
         return recovered
 
-    def fetch(self, client: redis.Redis, queue_name: str, most: int, held: int, wait_s: float) -> list[Any]:
+    def fetch(
+        self,
+        client: redis.Redis,
+        queue_name: str,
+        most: int,
+        *,
+        held: int,
+        free: int,
+        begun: Sequence[str] = (),
+        wait_s: float,
+    ) -> list[Any]:
         """Take messages off a queue, in one round trip with the wait for them.
 
         Parameters:
             client: A connection of the caller's own (`client.client()`).
             held: How many fetched messages the caller knows of.
+            free: How many of these messages begin at once; the others are fetched ahead.
+            begun: The ids of what was fetched ahead and has begun since the last fetch.
             wait_s: How long to wait to be woken first; 0: not at all.
 
         Returns:
             Milliseconds to the next delayed message or -1; how many fetched messages the caller does not know of;
-            then an id and a body for each message.
+            how often messages were lost: a list of a place and a number in turn, for those that ever were; the fence of
+            the first message, from which on the others count; then an id and a body for each message.
         """
-        command = ("EVALSHA", self._script.sha, 1, self.namespace, "fetch", queue_name, self.broker_id, most, held)
+        words = (most, held, free, *begun)
+        command = ("EVALSHA", self._script.sha, 1, self.namespace, "fetch", queue_name, self.broker_id, *words)
         # What follows a wait is done when that is over.
         wait = ("BLPOP", self.wake_key(queue_name), wait_s)
         answer = ask_together(client, [wait, command] if wait_s > 0 else [command])[-1]
         if isinstance(answer, redis.exceptions.NoScriptError):
-            return list(self.do_fetch(queue_name, most, held))  # loads it
+            return list(self.do_fetch(queue_name, *words))  # loads it
         if isinstance(answer, Exception):
             raise answer
         return list(answer)
+
+    def begin(self, message: MessageProxy) -> None:
+        """Say that this worker begins a message which was lost before: from now on it may be lost again."""
+        identifier = message.options["redis_message_id"]
+        patiently(lambda: self.do_begin(message.queue_name, identifier), "begin a lost message", self.patience)
 
     def _ring(self, queue_name: str) -> None:
         self.do_ring(queue_name)
 
     def _settle(self, queue_name: str, rejected: bool, identifiers: list[str], rows: list[ClosedRow]) -> Settled:
         written = [part for row in rows for part in (row.key, row.number, row.text)]
-        answer = self.do_settle(
-            queue_name, "nack" if rejected else "ack", len(identifiers), *identifiers, KEPT_MS, *written
-        )
+        kept = rows[0].kept if rows else KEPT
+        how = "nack" if rejected else "ack"
+        answer = self.do_settle(queue_name, how, len(identifiers), *identifiers, kept.ms, kept.messages, *written)
         were_ours, refused = answer[: len(identifiers)], answer[len(identifiers) :]
         return Settled(
             [bool(each) for each in were_ours],
@@ -182,27 +212,49 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
 
     def _send(self, given: list[ToSend]) -> list[Message[Any]]:
         pairs = [each if isinstance(each, tuple) else (each, None) for each in given]
+        keys = unique_keys(self, pairs)  # of most messages there are none, and they pay nothing for it
         prepared = [(_prepared(message, delay), delay) for message, delay in pairs]
         for message, delay in prepared:
             self.emit_before("enqueue", message, delay)
         messages = [message for message, _ in prepared]
         shipment = self._delivery.pack(
             [Item(each.queue_name, each.options["redis_message_id"], each.encode()) for each in messages]
+            if not keys
+            else self._guarded(messages, keys)
         )
         taken = set(range(len(messages)))
         try:
             self._deliver(shipment)
         except Undelivered as error:
             taken = error.taken
+            _name_those_there(messages, shipment)
             raise self._unavailable(error, given, messages) from error.__cause__
         except BaseException:  # a worker that gave up, since it has to stop
             taken = set()
             raise
         finally:
             self._delivery.done(shipment)
-            for place in sorted(taken):
+            there = _name_those_there(messages, shipment) if keys else {}
+            for place in sorted(taken - there.keys() if there else taken):
                 self.emit_after("enqueue", *prepared[place])
         return messages
+
+    def _guarded(self, messages: list[Message[Any]], keys: dict[int, str]) -> list[Item]:
+        """The items of messages of which some are unique: their ids say so to the store."""
+        for place in keys:
+            options = messages[place].options
+            options["redis_message_id"] = UNIQUE_ID + options["redis_message_id"]
+        return [
+            Item(
+                each.queue_name,
+                each.options["redis_message_id"],
+                each.encode(),
+                each.message_id,
+                keys.get(place, ""),
+                self.is_after_attempt,
+            )
+            for place, each in enumerate(messages)
+        ]
 
     def _deliver(self, shipment: Shipment) -> None:
         if not self.is_after_attempt:
@@ -239,6 +291,14 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
             taken=[messages[place] for place in sorted(error.taken)],
             untaken=[given[place] for place in left],
         )
+
+
+def _name_those_there(messages: list[Message[Any]], shipment: Shipment) -> dict[int, str]:
+    """Give unique messages that were there already the ids that those have; returns these by place."""
+    there = {place: message_id for parcel in shipment if parcel.there for place, message_id in parcel.there.items()}
+    for place, message_id in there.items():
+        messages[place] = messages[place].copy(message_id=message_id)
+    return there
 
 
 def _prepared(message: Message[Any], delay: int | None) -> Message[Any]:

@@ -9,7 +9,14 @@ from dramatiq import Broker, MessageProxy
 from dramatiq.middleware import Retries as DramatiqRetries
 from dramatiq.middleware import Shutdown
 
-from asyncworker.errors import BrowserCrashed, ExitDrifted, PageCrashed, RefusedMessage
+from asyncworker.errors import (
+    BrowserCrashed,
+    BrowserRecycled,
+    ExitDrifted,
+    PageCrashed,
+    RefusedMessage,
+    StaleAttempt,
+)
 from asyncworker.middleware import emit
 
 logger = logging.getLogger("asyncworker.worker")
@@ -37,28 +44,36 @@ class Retries(DramatiqRetries):
             logger.error("message %s is dead-lettered: %s", message.message_id, exception)
             message.fail()
             return
+        if isinstance(exception, StaleAttempt):
+            logger.warning("message %s is not retried from here: %s", message.message_id, exception)
+            return
         if self._is_innocent(broker, message, exception):
-            self._enqueue_again(broker, message, interrupted=isinstance(exception, Shutdown))
+            self._enqueue_again(broker, message, exception)
         else:
             super().after_process_message(broker, message, result=result, exception=exception)
         if exception is not None and not message.failed:
             emit(broker, "after_retry_message", message, exception=exception)
 
     def _is_innocent(self, broker: Broker, message: MessageProxy, exception: BaseException | None) -> bool:
-        """A crash, a changed exit or a shutdown is not the code's failure: it uses up no retry, if there are any."""
+        """A crash, a recycle, a changed exit or a shutdown is not the code's failure.
+
+        It uses up no retry, if there are any.
+        """
         options = broker.get_actor(message.actor_name).options
         throws = message.options.get("throws") or options.get("throws")
         max_retries = message.options.get("max_retries", options.get("max_retries", self.max_retries))
         if max_retries == 0 or (throws and isinstance(exception, throws)):
             return False
-        if isinstance(exception, Shutdown):
+        if isinstance(exception, Shutdown | BrowserRecycled):
             return True
         blameless = BrowserCrashed | PageCrashed | ExitDrifted
         return isinstance(exception, blameless) and message.options.get("crashes", 0) < MAX_CRASHES
 
-    def _enqueue_again(self, broker: Broker, message: MessageProxy, *, interrupted: bool) -> None:
-        if interrupted:
+    def _enqueue_again(self, broker: Broker, message: MessageProxy, exception: BaseException | None) -> None:
+        if isinstance(exception, Shutdown):
             delay_ms = AFTER_SHUTDOWN_MS
+        elif isinstance(exception, BrowserRecycled):
+            delay_ms = CRASH_BACKOFF_MS
         else:
             crashes = message.options["crashes"] = message.options.get("crashes", 0) + 1
             delay_ms = CRASH_BACKOFF_MS * 2 ** (crashes - 1)

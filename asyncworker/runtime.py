@@ -1,4 +1,4 @@
-"""Runtime and Session: one attempt composed, for every edge.
+"""Runtime: one attempt composed, for every edge.
 
 `Runtime.session` is the one way to a context: `@actor` and `open_session` are both this context manager.
 """
@@ -8,122 +8,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from asyncworker import engines
 from asyncworker import identity as identities
 from asyncworker.browser import BrowserHost
-from asyncworker.engines import Engine
-from asyncworker.errors import BrokerUnavailable, RefusedMessage, SessionOver
+from asyncworker.contexts import in_lease
+from asyncworker.ending import Ending, current_interruption
+from asyncworker.engines import Engine, Fault
+from asyncworker.errors import BrokerUnavailable, PhaseTimeout, RefusedMessage
 from asyncworker.generation import Clock, Lease, LoopClock
 from asyncworker.identity import Identity
+from asyncworker.lending import Loan, Slots
+from asyncworker.once import Steps
+from asyncworker.session import Attempt, Session, current_attempt, subject
 from asyncworker.settings import Settings, load
 from asyncworker.shielding import shielded
+from asyncworker.threads import in_thread
 from asyncworker.watch import Watch
 
 if TYPE_CHECKING:
-    from playwright.async_api import Browser, BrowserContext, Page
+    pass
 
 logger = logging.getLogger("asyncworker")
 
 
 #: How long after a message's time limit a call of Playwright may still wait; cancelling it may not end it.
 AFTER_DEADLINE_MS = 1_000
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One execution of a message.
-
-    Attributes:
-        seed: The message's seed; None: the deployment's.
-        number: Counted from 1 over all executions of the message, by the ledger.
-        deadline: The loop's time at which the time limit passes; None: there is none.
-    """
-
-    seed: int | None = None
-    message_id: str | None = None
-    actor: str | None = None
-    number: int = 1
-    deadline: float | None = None
-
-
-#: The attempt that the running worker thread, and the code that it started on the loop, is at.
-current_attempt: ContextVar[Attempt | None] = ContextVar("asyncworker_attempt", default=None)
-
-
-class SessionLog(logging.LoggerAdapter[logging.Logger]):
-    """A logger whose lines end with the facts of their attempt; they are attributes of the record, too."""
-
-    def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
-        facts = dict(self.extra or {})
-        kwargs["extra"] = {**facts, **kwargs.get("extra", {})}
-        return f"{msg} [{' '.join(f'{name}={fact}' for name, fact in facts.items())}]", kwargs
-
-
-class Session:
-    """What an actor receives for one attempt, as a bound Celery task receives `self`.
-
-    Attributes:
-        seed: The seed of the message: the same on every attempt.
-        identity: What a site sees as one visitor, derived from the seed.
-        attempt: Which execution of which message this is.
-        settings: The worker's settings.
-        log: A logger whose lines say to which message, actor, attempt, seed, identity and browser they belong.
-    """
-
-    def __init__(self, lease: Lease, attempt: Attempt, identity: Identity, settings: Settings) -> None:
-        self.attempt = attempt
-        self.identity = identity
-        self.seed = identity.seed
-        self.settings = settings
-        self.log = SessionLog(logger, _facts(attempt, identity, lease))
-        self._lease = lease
-        self._over = False
-        self._random: random.Random | None = None
-
-    @property
-    def page(self) -> Page:
-        """The page, already open."""
-        return self._open_lease().page
-
-    @property
-    def context(self) -> BrowserContext:
-        """The fresh context of this attempt."""
-        return self._open_lease().context
-
-    @property
-    def browser(self) -> Browser:
-        """The browser, shared with other attempts; contexts opened on it here are closed with this session."""
-        return self._open_lease().browser
-
-    @property
-    def generation(self) -> int:
-        """Which launch of this worker process the browser is, counted from 1."""
-        return self._lease.generation.number
-
-    @property
-    def random(self) -> random.Random:
-        """Pseudo-random numbers derived from the seed: each attempt draws the same ones."""
-        if self._random is None:
-            self._random = identities.stream(self.seed, "session")
-        return self._random
-
-    def _open_lease(self) -> Lease:
-        if self._over:
-            raise SessionOver(
-                f"the session of {_subject(self.attempt)} is over and its context is closed; return values "
-                "instead of keeping the session"
-            )
-        return self._lease
-
-    def __repr__(self) -> str:
-        return f"<Session of {_subject(self.attempt)}, seed {self.seed}, browser {self.generation}>"
 
 
 class Runtime:
@@ -140,17 +54,29 @@ class Runtime:
         self.engine = engine or engines.create(settings)
         self.host = BrowserHost(self.engine, settings, clock=clock or LoopClock())
         self._knows_home = False
-        self._slots: contextlib.AbstractAsyncContextManager[object] = contextlib.nullcontext()
+        self.slots = Slots()
         #: Awaited with the attempt before its session is opened; gives it with its number in the ledger.
         self.on_attempt: Callable[[Attempt], Awaitable[Attempt]] = _as_it_is
         #: Awaited with the attempt, the browser's generation and the identity whenever a session begins.
         self.on_session: Callable[[Attempt, int, Identity], Awaitable[None]] = _told_no_one
+        #: Called with the attempt when its page is open, where its time limit begins; gives it with its deadline.
+        self.on_ready: Callable[[Attempt], Attempt] = lambda attempt: attempt
+        #: Called with it when its code has ended: what is left to do then has limits of its own.
+        self.on_code_ended: Callable[[Attempt], None] = lambda attempt: None
+        #: The steps that sessions enter, and who enters them; None: each session knows its own only.
+        self.steps: Steps | None = None
+        self.worker_id = ""
         #: Gives the deployment's seed; may ask the store, so it is called in a thread.
         self.default_seed: Callable[[], int] = lambda: _drawn_once(settings.seed)
 
     def limit(self, slots: int) -> None:
         """Have at most `slots` sessions at once; others wait for one to end."""
-        self._slots = asyncio.Semaphore(slots)
+        self.slots = Slots(slots)
+
+    def counts(self) -> dict[str, int]:
+        """The host's counts, and its `slots` with those that are `slots_in_use`."""
+        slots = {} if self.slots.total is None else {"slots": self.slots.total, "slots_in_use": self.slots.in_use}
+        return {**self.host.counts, **slots}
 
     def identity(self, seed: int) -> Identity:
         """The identity of a seed in this deployment."""
@@ -165,41 +91,85 @@ class Runtime:
 
     @contextlib.asynccontextmanager
     async def session(
-        self, attempt: Attempt, *, context_options: Mapping[str, Any] | None = None
+        self, attempt: Attempt, *, context_options: Mapping[str, Any] | None = None, close_behind: bool = False
     ) -> AsyncIterator[Session]:
         """Lend a fresh context and its page for one attempt.
 
+        When the work is cancelled from outside, by its time limit or a stop, the session is over at once: its context
+        is closed under the code, which goes on with its own cleanup and is refused any further call.
+
         Parameters:
             context_options: More of Playwright's options of a new context.
+            close_behind: Do not wait for the context to close when the code has succeeded; its slot does.
 
         Raises:
             BrowserCrashed: When the browser died meanwhile, whatever the code was waiting for.
             PageCrashed: When only the page's renderer died.
             LaunchFailed, PhaseTimeout, ForkedBrowser: When no context could be lent.
+            SessionOver: When the attempt has been cancelled from outside, and its code goes on.
             ExitDrifted: When the proxy's exit changed under the browser.
             Unsupported: When the engine cannot do what the options or the code ask for.
             ConfigurationError: When the engine cannot draw the identity with the deployment's pins.
         """
-        attempt = await self.on_attempt(attempt)
-        seed = await asyncio.to_thread(self.default_seed) if attempt.seed is None else attempt.seed
-        identity = await self.engine.identify(self.identity(seed))
-        await self._know_home()
-        async with self._slots, self.host.context(identity, context_options or {}) as lease:
-            self._limit_waits(lease, attempt)
-            session = Session(lease, attempt, identity, self.settings)
-            try:
+        await _refuse_if_interrupted(attempt)
+        attempt, identity = await self._let_in(attempt)
+        loan = await Loan.take(self.host, self.slots, identity, context_options or {})
+        lease = loan.lease
+        lease.ending.subject = subject(attempt)
+        try:
+            with self._limited(attempt) as attempt, in_lease(lease), _interrupting(loan):
+                self._limit_waits(lease, attempt)
+                session = Session(lease, attempt, identity, self.settings, steps=self.steps, worker=self.worker_id)
                 async with self._watched(lease):
                     await self.on_session(attempt, lease.generation.number, identity)
                     yield session
-            finally:
-                session._over = True
+        except BaseException:
+            close_behind = False  # the retry must not overlap this attempt
+            raise
+        finally:
+            returning = loan.end("its attempt has ended")
+            if not close_behind:
+                await shielded(returning)
+
+    async def _let_in(self, attempt: Attempt) -> tuple[Attempt, Identity]:
+        """The attempt with its number, whose visitor it is, and a slot for it: all within the limit for waiting."""
+        limit_ms = self.settings.browser_wait_ms
+        try:
+            async with asyncio.timeout(limit_ms / 1000) as waiting:
+                attempt = await self.on_attempt(attempt)
+                seed = await in_thread(self.default_seed) if attempt.seed is None else attempt.seed
+                identity = await self.engine.identify(self.identity(seed))
+                await self._know_home()
+                await self.slots.take()
+        except TimeoutError:
+            if not waiting.expired():
+                raise
+            raise PhaseTimeout(
+                f"{subject(attempt)} had no slot within {limit_ms} ms (ASYNCWORKER_BROWSER_WAIT_MS): "
+                f"{self.slots.in_use} of {self.slots.total} are in use",
+                phase="wait",
+                engine=self.engine.name,
+            ) from None
+        return attempt, identity
+
+    @contextlib.contextmanager
+    def _limited(self, attempt: Attempt) -> Iterator[Attempt]:
+        """The attempt with its deadline; the limit begins here, unless it has with the message or another session."""
+        ready = self.on_ready(attempt) if attempt.deadline is None else attempt
+        token = current_attempt.set(ready)
+        try:
+            yield ready
+        finally:
+            current_attempt.reset(token)
+            if ready is not attempt:
+                self.on_code_ended(ready)
 
     async def _know_home(self) -> None:
         """Tell the host once whose browser makes room for no other: the deployment's own."""
         if self._knows_home:
             return
         try:
-            seed = await asyncio.to_thread(self.default_seed)
+            seed = await in_thread(self.default_seed)
         except BrokerUnavailable:
             return  # asked again by the next message
         self.host.home = self.engine.launch_key(self.identity(seed))
@@ -213,6 +183,7 @@ class Runtime:
         """Playwright's own time limits end soon after the message's, which comes first: it is the error to see."""
         limit = self.settings.page_timeout_ms
         if attempt.deadline is not None:
+            lease.generation.busy_until = max(lease.generation.busy_until, attempt.deadline)
             left = round((attempt.deadline - asyncio.get_running_loop().time()) * 1000)
             limit = max(1, min(limit, left + AFTER_DEADLINE_MS))
         lease.context.set_default_timeout(limit)
@@ -234,6 +205,9 @@ class Runtime:
             watch.end()
             raise
         except Exception as error:
+            if lease.ending.has_come and self.engine.classify(error) is Fault.gone:
+                watch.end()
+                raise lease.ending.error() from error
             explained = await watch.explain(error)
             if explained is None:
                 raise
@@ -292,20 +266,24 @@ def _drawn_once(seed: int | None) -> int:
     return identities.new_seed() if seed is None else seed
 
 
-def _subject(attempt: Attempt) -> str:
-    return f"message {attempt.message_id} ({attempt.actor})" if attempt.message_id else "open_session()"
+async def _refuse_if_interrupted(attempt: Attempt) -> None:
+    """Code that was cancelled from outside and goes on gets no session any more."""
+    interruption = current_interruption.get()
+    if interruption is not None and interruption.reason is not None:
+        ending = Ending(subject(attempt))
+        ending.come(interruption.reason)
+        await ending.refuse()
 
 
-def _facts(attempt: Attempt, identity: Identity, lease: Lease) -> dict[str, object]:
-    facts: dict[str, object] = {
-        "message_id": attempt.message_id,
-        "actor": attempt.actor,
-        "attempt": attempt.number,
-        "seed": identity.seed,
-    }
-    if identity.digest is not None:
-        facts["identity"] = identity.digest
-    return facts | {"browser": lease.generation.number}
+@contextlib.contextmanager
+def _interrupting(loan: Loan) -> Iterator[None]:
+    """When the work is cancelled from outside, the session is over at once, and what it has is taken back."""
+    interruption = current_interruption.get()
+    if interruption is None:
+        yield
+        return
+    with interruption.heard_by(loan.end):
+        yield
 
 
 async def _as_it_is(attempt: Attempt) -> Attempt:

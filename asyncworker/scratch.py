@@ -41,12 +41,23 @@ def remove(directory: Path) -> None:
 def sweep() -> int:
     """Remove the directories of processes that are dead; returns how many. Blocks: call it in a thread."""
     removed = 0
-    with contextlib.suppress(OSError):  # no such directory, or not ours to read
-        for directory in sorted(Path(tempfile.gettempdir()).glob("aw-*")):
-            if _owner_is_gone(directory.name):
-                remove(directory)
-                removed += not directory.exists()
+    for directory in left_over():
+        remove(directory)
+        removed += not directory.exists()
     return removed
+
+
+def left_over() -> list[Path]:
+    """The directories of processes that are dead: what a sweep would remove."""
+    with contextlib.suppress(OSError):  # no such directory, or not ours to read
+        return [path for path in sorted(Path(tempfile.gettempdir()).glob("aw-*")) if _owner_is_gone(path.name)]
+    return []
+
+
+def owner(directory: Path) -> int | None:
+    """The pid of the process that made it; None when it is none of ours."""
+    parts = _FORM.fullmatch(directory.name)
+    return None if parts is None else int(parts[2])
 
 
 def _owner_is_gone(name: str) -> bool:

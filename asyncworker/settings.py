@@ -82,6 +82,7 @@ def _absolute(path: Path) -> Path:
 Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_words)]
 CommandWords = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_command_words)]
 Millis = Annotated[int, Field(ge=1, le=7 * 24 * 3_600_000)]
+MillisOrNever = Annotated[int, Field(ge=0, le=7 * 24 * 3_600_000)]
 DirectoryPath = Annotated[Path, AfterValidator(_absolute)]
 
 
@@ -143,7 +144,9 @@ class Settings(BaseSettings):
         le=64,
         description=f"contexts at once in one process; none: threads, {DEFAULT_SLOTS} at most",
     )
-    max_browsers: int = Field(2, ge=1, le=64, description="browsers at once in one process")
+    max_browsers: int = Field(
+        2, ge=1, le=64, description="browsers at once in one process; one more while one is replaced"
+    )
     warm: bool = Field(False, description="launch the browser at boot, not at the first message")
 
     output_dir: DirectoryPath = Field(Path("output"), description="where the shipped actors may write files")
@@ -167,13 +170,50 @@ class Settings(BaseSettings):
         30_000, description="for the code of an interrupted attempt to end its own cleanup"
     )
     time_limit_ms: Millis = Field(600_000, description="for one attempt, unless the actor sets time_limit")
+    loop_block_limit_ms: Annotated[Millis, Field(ge=2_000)] = Field(
+        60_000, description="for code to block the loop, before the worker process exits (code 75) to be replaced"
+    )
     stop_timeout_ms: Millis = Field(
         30_000, description="for attempts still running at the end of a shutdown, before they are cancelled"
+    )
+    crash_loop_deaths: int = Field(
+        5, ge=1, le=1_000, description="deaths of a worker in a row before `asyncworker up` gives up"
+    )
+    crash_loop_ready_ms: Millis = Field(
+        5_000, description="a worker that was ready for this long before it died begins a new row"
     )
     send_timeout_ms: Millis = Field(10_000, description="for the broker to take a message from a producer")
     heartbeat_timeout_ms: Annotated[Millis, Field(ge=1_000)] = Field(
         15_000, description="a worker that was not heard of for this long is dead, and its messages are run elsewhere"
     )
+    max_losses: int = Field(
+        3,
+        ge=1,
+        description="so often the worker process may die under a message before that is dead-lettered, unless the "
+        "actor sets it",
+    )
+    ledger_age_ms: Millis = Field(
+        24 * 3_600_000, description="how long the ledger keeps the attempts of a message after the last of them"
+    )
+    ledger_messages: int = Field(
+        1_000_000, ge=1, description="of so many messages the ledger keeps the attempts; the oldest are forgotten first"
+    )
+    recycle_after: Annotated[int, Field(ge=0)] = Field(
+        1_000, description="contexts after which a browser, and its driver, is replaced by a new one; 0: never"
+    )
+    recycle_age_ms: MillisOrNever = Field(3_600_000, description="age at which a browser is replaced; 0: never")
+    recycle_memory_mb: Annotated[int, Field(ge=0)] = Field(
+        2_000,
+        description="memory of all processes of a browser, its pages' and its driver's too, at which it is replaced; "
+        "0: never",
+    )
+    recycle_check_ms: Millis = Field(10_000, description="between two looks at the age and the memory of browsers")
+    recycle_drain_ms: Millis | None = Field(
+        None,
+        description="for the contexts of a browser that is replaced to end, before they are ended and their messages "
+        "run again; none: longer than any of their time limits",
+    )
+    once_ttl_ms: Millis = Field(604_800_000, description="how long a step of `session.once` that is done is known")
     result_ttl_ms: Millis = Field(600_000, description="how long results are kept, unless the actor sets it")
 
     @field_validator("proxy")
@@ -275,6 +315,11 @@ def child_environment(**extra: str) -> dict[str, str]:
     """The environment for a browser, a driver or a server: without our settings, which may hold passwords."""
     environ = os.environ.copy()  # noqa: TID251 -- this module is the one reader
     return {name: text for name, text in environ.items() if not name.upper().startswith(PREFIX)} | extra
+
+
+def worker_environment(**extra: str) -> dict[str, str]:
+    """The environment for a worker process, which reads the same settings as this process."""
+    return os.environ.copy() | extra  # noqa: TID251 -- this module is the one reader
 
 
 def foreign(variable: str) -> str:

@@ -12,6 +12,8 @@ what was called on them.
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -28,6 +30,8 @@ from asyncworker.ledger import Ledger, MemoryLedger, Row
 from asyncworker.middleware import BrowserMiddleware, emit_receive
 from asyncworker.producing import ProducerBroker
 from asyncworker.settings import Settings, load
+from asyncworker.unique import unique_key
+from asyncworker.watchdog import Watchdog
 
 __all__ = [
     "Document",
@@ -46,6 +50,35 @@ R = TypeVar("R")
 
 class WorkerStubBroker(ProducerBroker, StubBroker):
     """Dramatiq's stub broker with the middleware of a real deployment, and its receive hook."""
+
+    can_guard = True
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        #: Unique keys: the message that holds each, and how often it is enqueued and not settled: twice with its retry.
+        self._holders: dict[str, tuple[str, int]] = {}
+        self._guarding = threading.Lock()
+
+    def enqueue(self, message: Message[R], *, delay: int | None = None) -> Message[R]:
+        if not (key := unique_key(self, message)):
+            return super().enqueue(message, delay=delay)
+        with self._guarding:
+            holder, count = self._holders.get(key, (message.message_id, 0))
+            if holder != message.message_id:
+                return message.copy(message_id=holder)
+            self._holders[key] = holder, count + 1
+        return super().enqueue(message, delay=delay)
+
+    def settled(self, message: MessageProxy) -> None:
+        """Free the unique key of a message that is done, unless its retry waits."""
+        if not (key := unique_key(self, message)):  # type: ignore[arg-type]  # a proxy of one
+            return
+        with self._guarding:
+            holder, count = self._holders.get(key, ("", 0))
+            if holder == message.message_id and count > 1:
+                self._holders[key] = holder, count - 1
+            elif holder == message.message_id:
+                del self._holders[key]
 
     def consume(self, queue_name: str, prefetch: int = 1, timeout: int = 100) -> Any:
         return _Receiving(self, super().consume(queue_name, prefetch, timeout))
@@ -67,8 +100,20 @@ class _Receiving:
             emit_receive(self._broker, message)
         return message
 
+    def ack(self, message: MessageProxy) -> None:
+        self._consumer.ack(message)
+        self._broker.settled(message)
+
+    def nack(self, message: MessageProxy) -> None:
+        self._consumer.nack(message)
+        self._broker.settled(message)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._consumer, name)
+
+
+#: How often it is looked whether the contexts are closed.
+_LOOK_S = 0.001
 
 
 class StubWorker:
@@ -101,12 +146,25 @@ class StubWorker:
         return message.get_result(backend=self.broker.get_results_backend())
 
     def join(self, queue_name: str = "default", *, timeout_ms: int = 30_000) -> None:
-        """Wait until a queue is empty and nothing of it runs."""
+        """Wait until a queue is empty, nothing of it runs, and the contexts of its messages are closed.
+
+        Raises:
+            TimeoutError: When that is not so in time.
+        """
+        ends_at = time.monotonic() + timeout_ms / 1000
         try:
             self.broker.join(queue_name, timeout=timeout_ms, fail_fast=False)
         except dramatiq.errors.QueueJoinTimeout:
             raise TimeoutError(f"the messages of {queue_name} were not done in {timeout_ms} ms") from None
         self.worker.join()
+        while self._slots_in_use() and time.monotonic() < ends_at:
+            time.sleep(_LOOK_S)  # a message is done before its context is closed
+        if self._slots_in_use():
+            raise TimeoutError(f"a context of {queue_name}'s messages was not closed in {timeout_ms} ms")
+
+    def _slots_in_use(self) -> int:
+        runtime = next(each for each in self.broker.middleware if isinstance(each, BrowserMiddleware)).runtime
+        return runtime.slots.in_use
 
     def rows(self, message: Message[Any]) -> list[Row]:
         """The attempts of a message, first to last."""
@@ -138,6 +196,8 @@ def stub_worker(
     for middleware in middleware_in_order(settings, ledger=ledger, results=StubBackend(), draw_seed=lambda: seed):
         if isinstance(middleware, BrowserMiddleware):
             middleware = BrowserMiddleware(settings, ledger=ledger, draw_seed=lambda: seed, engine=engine)
+        if isinstance(middleware, Watchdog):
+            middleware = Watchdog(settings, replace=None)  # this process is the tests'
         broker.add_middleware(middleware)
     with _global_broker(broker, actors):
         broker.emit_after("process_boot")

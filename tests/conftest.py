@@ -48,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell without job control starts what ends with & like this, and all that is started here would inherit it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # so does `nohup`
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.environ[MARK] = f"{os.getpid()}.{secrets.token_hex(8)}"  # noqa: TID251 -- tests are no part of the package
 
 

@@ -94,7 +94,7 @@ def forking(state_dir: Path, *, heartbeat_ms: int, threads: int) -> Iterator[Zyg
 
 def serve(state_dir: Path, heartbeat_ms: int, threads: int) -> None:
     """Do what is asked on the standard input, until that ends."""
-    settings = load({}, engine="chromium", state_dir=state_dir, output_dir=state_dir / "out")
+    settings = load({}, engine="chromium", state_dir=state_dir, output_dir=state_dir / "out", max_losses=1_000)
     _import_everything(settings)
     libc = ctypes.CDLL(None)
     middleware.processes.sweep = lambda: 0  # no worker here has a browser, and to look at all processes takes longest

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,15 +93,47 @@ class Deployment:
 
     @contextlib.contextmanager
     def worker(
-        self, *options: str, cwd: Path = HOME, environment: dict[str, str] | None = None, group: bool = True
+        self,
+        *options: str,
+        cwd: Path = HOME,
+        environment: dict[str, str] | None = None,
+        group: bool = True,
+        within: Sequence[str] = (),
     ) -> Iterator[Running]:
         """Run `dramatiq asyncworker.actors` with these options; killed with all below it if the test leaves it."""
         options = options or ("-p", "1", "-t", "4")
+        command = [*within, *worker_command(*options)]
+        with self._running(command, options, cwd=cwd, environment=environment, group=group) as running:
+            yield running
+
+    @contextlib.contextmanager
+    def up(
+        self,
+        *options: str,
+        within: Sequence[str] = (),
+        cwd: Path = HOME,
+        environment: dict[str, str] | None = None,
+    ) -> Iterator[Running]:
+        """Run `asyncworker up` with these options, below another command when one is given."""
+        command = [*within, sys.executable, "-m", "asyncworker", "up", *options]
+        with self._running(command, options, cwd=cwd, environment=environment, group=True) as running:
+            yield running
+
+    @contextlib.contextmanager
+    def _running(
+        self,
+        command: Sequence[str],
+        options: Sequence[str],
+        *,
+        cwd: Path,
+        environment: dict[str, str] | None,
+        group: bool,
+    ) -> Iterator[Running]:
         self._logs += 1
         log = self.directory / f"worker-{self._logs}.log"
         with log.open("wb") as output:
-            command = subprocess.Popen(
-                worker_command(*options),
+            started = subprocess.Popen(
+                command,
                 cwd=cwd,
                 env=child_environment(**as_environment(self.settings), **(environment or {})),
                 stdin=subprocess.DEVNULL,
@@ -110,14 +142,14 @@ class Deployment:
                 start_new_session=group,
             )
         count = int(options[options.index("-p") + 1]) if "-p" in options else os.cpu_count() or 1
-        running = Running(command, log, count)
+        running = Running(started, log, count)
         try:
             yield running
         except BaseException:
             sys.stderr.write(f"--- the worker's log\n{running.log[-12_000:]}\n")
             raise
         finally:
-            _end(command)
+            _end(started)
 
     def send(
         self, actor: str, *args: Any, queue: str = "default", delay: int | None = None, **kwargs: Any
@@ -144,6 +176,13 @@ class Deployment:
 
     def counts(self) -> dict[str, int]:
         """The counts of all worker processes together."""
+        return {name: number for name, number in self._counted().items() if not name.startswith("slots")}
+
+    def slots(self) -> dict[str, int]:
+        """How many slots all worker processes have together, and how many of them were in use when last counted."""
+        return {name: number for name, number in self._counted().items() if name.startswith("slots")}
+
+    def _counted(self) -> dict[str, int]:
         total: dict[str, int] = {}
         for counts in ledger_of(self.broker).counts().values():
             for name, number in counts.items():

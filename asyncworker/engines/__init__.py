@@ -50,6 +50,9 @@ class Launched(Protocol):
             Unsupported: When the engine cannot honour one of the options.
         """
 
+    async def memory_mb(self, enough_mb: float) -> float:
+        """The memory of its processes, its pages' and its driver's too; roughly, and too much, below `enough_mb`."""
+
     async def close(self, timeout_ms: int) -> None:
         """Close the browser, or kill it after `timeout_ms`; leaves no process. Never raises."""
 
@@ -88,6 +91,9 @@ class Engine(Protocol):
         Raises:
             LaunchFailed: When it did not start.
         """
+
+    def renew(self, launched: Launched) -> None:
+        """Let the next launch share nothing with this browser; what it has from the engine ends with the last user."""
 
     def classify(self, error: BaseException) -> Fault | None:
         """What `error` says about the browser; None: nothing, it is the page's or the code's."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from asyncworker import processes, scratch
 from asyncworker.settings import child_environment
+from asyncworker.threads import in_thread
 
 if TYPE_CHECKING:
     from playwright.async_api import Playwright
@@ -50,6 +51,8 @@ class Driver:
         #: Where it and its browsers write for the moment; removed with it.
         self.directory = directory
         self.lost = False
+        #: How many browsers use it, those being launched included.
+        self.users = 0
         self._drain = drain
         self._callbacks: list[Callable[[], None]] = []
         self._stopping = False
@@ -96,14 +99,24 @@ class Driver:
         stopping = asyncio.ensure_future(self.playwright.stop())
         await asyncio.wait({stopping}, timeout=timeout_ms / 1000)
         if not stopping.done():
-            await asyncio.to_thread(processes.kill_launch, self.token)
+            await in_thread(processes.kill_launch, self.token)
             await asyncio.wait({stopping}, timeout=1)
         if not stopping.done():
             stopping.cancel()
         elif not stopping.cancelled() and (error := stopping.exception()) is not None:
             logger.debug("the driver's stop said: %s", error)
         await _finish(self._drain)
-        await asyncio.to_thread(scratch.remove, self.directory)
+        await in_thread(scratch.remove, self.directory)
+
+    async def kill(self) -> None:
+        """End a driver that does not answer; whoever waits for it is told that it is lost. Never raises."""
+        await in_thread(processes.kill_launch, self.token)
+        await self.ends_within(LAST_LINES_TIMEOUT_S)
+
+    async def ends_within(self, seconds: float) -> bool:
+        """Whether it is lost, or is so long from now; a call that meets its end may fail a moment before."""
+        await asyncio.wait({self._drain}, timeout=seconds)
+        return self._drain.done()
 
     def _stderr_ended(self, drain: asyncio.Task[None]) -> None:
         """The pipe ends when node does: nothing else holds its other end."""
@@ -170,13 +183,13 @@ async def _abandon(
     """
     deadline = asyncio.get_running_loop().time() + ABANDON_TIMEOUT_S
     while not starting.done() and asyncio.get_running_loop().time() < deadline:
-        await asyncio.to_thread(processes.kill_launch, token)
+        await in_thread(processes.kill_launch, token)
         await asyncio.wait({starting}, timeout=0.05)
     starting.cancel()
     await asyncio.wait({starting}, timeout=1)
-    await asyncio.to_thread(processes.kill_launch, token)  # it may have come up after the last look
+    await in_thread(processes.kill_launch, token)  # it may have come up after the last look
     await _finish(drain)
-    await asyncio.to_thread(scratch.remove, directory)
+    await in_thread(scratch.remove, directory)
 
 
 async def _finish(drain: asyncio.Task[None]) -> None:

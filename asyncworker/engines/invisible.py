@@ -18,13 +18,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from asyncworker import processes
-from asyncworker.engines import Fault, capabilities, classify_by_name, invisible_client, profile, storage_state
+from asyncworker.engines import (
+    Fault,
+    Launched,
+    capabilities,
+    classify_by_name,
+    invisible_client,
+    profile,
+    storage_state,
+)
 from asyncworker.engines.finding import Found, find, needs_xvfb, which
 from asyncworker.engines.lifeline import Lifeline
 from asyncworker.errors import EngineMissing, LaunchFailed
 from asyncworker.identity import Identity
 from asyncworker.settings import Settings
 from asyncworker.shielding import shielded
+from asyncworker.threads import in_thread
 from asyncworker.urls import Proxy
 
 if TYPE_CHECKING:
@@ -79,6 +88,9 @@ class InvisibleBrowser:
         capabilities.refuse_tracing_stop(InvisibleEngine.name, context)
         return context
 
+    async def memory_mb(self, enough_mb: float) -> float:
+        return await in_thread(processes.memory_mb, lambda token: token == self._token, enough_mb=enough_mb)
+
     async def close(self, timeout_ms: int) -> None:
         self._lifeline.cut()
         closing = asyncio.ensure_future(self.browser.close())
@@ -90,7 +102,7 @@ class InvisibleBrowser:
         await _bounded(closing)
 
     async def kill(self) -> None:
-        await asyncio.to_thread(processes.kill_launch, self._token)
+        await in_thread(processes.kill_launch, self._token)
 
 
 class InvisibleEngine:
@@ -110,13 +122,13 @@ class InvisibleEngine:
 
     async def identify(self, identity: Identity) -> Identity:
         # In a thread: the first one imports invisible_core.
-        drawn = await asyncio.to_thread(
+        drawn = await in_thread(
             profile.drawn, identity.seed, identity.pins, locale=identity.locale, timezone=identity.timezone
         )
         return replace(identity, digest=drawn.digest, drawn_by=drawn.drawn_by)
 
     async def check(self) -> str:
-        return (await asyncio.to_thread(self._found)).describe()
+        return (await in_thread(self._found)).describe()
 
     async def launch(self, identity: Identity) -> InvisibleBrowser:
         limit_ms = self._settings.launch_timeout_ms
@@ -134,6 +146,9 @@ class InvisibleEngine:
                 engine=self.name,
             )
         return launching.result()
+
+    def renew(self, launched: Launched) -> None:
+        """Its browsers share nothing."""
 
     def classify(self, error: BaseException) -> Fault | None:
         return classify_by_name(error)
@@ -161,14 +176,14 @@ class InvisibleEngine:
     async def _launch(self, identity: Identity, token: processes.Token) -> InvisibleBrowser:
         client: Any = None
         try:
-            found = await asyncio.to_thread(self._found)
-            client = await asyncio.to_thread(invisible_client.create, self._settings, identity, token, found.executable)
-            await asyncio.to_thread(client.prepare)
+            found = await in_thread(self._found)
+            client = await in_thread(invisible_client.create, self._settings, identity, token, found.executable)
+            await in_thread(client.prepare)
             browser = await client.__aenter__()
             invisible_client.count_abandoned(client)
-            pid = await asyncio.to_thread(_engine_pid, token)
+            pid = await in_thread(_engine_pid, token)
         except Exception as error:  # noqa: BLE001 -- whatever the client raises is why it did not start
-            await asyncio.to_thread(processes.kill_launch, token)
+            await in_thread(processes.kill_launch, token)
             if client is not None:
                 await _exit(client)
             raise _launch_failed(error, identity.proxy) from _tellable(error, identity.proxy)
@@ -183,7 +198,7 @@ class InvisibleEngine:
 async def _end_launch(launching: asyncio.Future[InvisibleBrowser], token: processes.Token) -> None:
     """End a launch that nobody waits for; killed first, the client is done in 0.02 s instead of blocking for 10."""
     while not launching.done():
-        await asyncio.to_thread(processes.kill_launch, token)
+        await in_thread(processes.kill_launch, token)
         await asyncio.wait({launching}, timeout=ABANDONED_LAUNCH_POLL_S)
     if not launching.cancelled() and launching.exception() is None:
         await launching.result().close(0)
@@ -193,7 +208,7 @@ async def _exit(client: Any) -> None:
     """Let the client of a browser whose processes are gone clean up; it may say anything about that."""
     display, client._virtual_display = client._virtual_display, None
     if display is not None:
-        await asyncio.to_thread(display.stop)  # waits for the screen to end
+        await in_thread(display.stop)  # waits for the screen to end
     invisible_client.make_exit_quick(client)
     await _bounded(client.__aexit__(None, None, None))
 

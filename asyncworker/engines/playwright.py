@@ -6,17 +6,19 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncworker import processes
-from asyncworker.engines import Fault, capabilities, classify_by_name, context_options
+from asyncworker.engines import Fault, Launched, capabilities, classify_by_name, context_options
 from asyncworker.engines.driver import Driver
 from asyncworker.engines.finding import find
 from asyncworker.errors import EngineMissing, LaunchFailed
 from asyncworker.identity import Identity
 from asyncworker.settings import EngineName, Settings, child_environment
+from asyncworker.shielding import shielded
+from asyncworker.threads import in_thread
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, BrowserContext
@@ -42,14 +44,29 @@ QUIET_FIREFOX = {
 }
 
 
+#: What a driver that answers may take to notice that a launch took too long, or that its browser is dead.
+DRIVER_GRACE_S = 3.0
+
+#: A launch that fails with its driver does so a moment before the driver's own end is seen.
+DRIVER_LOST_S = 0.5
+
+
 class PlaywrightBrowser:
     """A browser that Playwright launched or connected to; it says itself when it is gone."""
 
     abandoned = 0  # a cancelled call holds up no other
 
-    def __init__(self, browser: Browser, driver: Driver, token: processes.Token | None) -> None:
+    def __init__(
+        self,
+        browser: Browser,
+        driver: Driver,
+        token: processes.Token | None,
+        give_back: Callable[[Driver], Awaitable[None]],
+    ) -> None:
         self.browser = browser
+        self.driver = driver
         self.pid: int | None = None
+        self._give_back = give_back
         self._token = token
         self._new_context = browser.new_context  # before the host wraps it for code that opens its own
         self._closing = False
@@ -73,15 +90,23 @@ class PlaywrightBrowser:
         if not closing.done():
             logger.warning("the browser did not close in %d ms; killing it", timeout_ms)
         await self.kill()
-        await asyncio.wait({closing}, timeout=1)
+        await asyncio.wait({closing}, timeout=DRIVER_GRACE_S)
         if not closing.done():
             closing.cancel()
+            if self._token is not None:  # its browser is dead, and it has not noticed: it would fail the next one, too
+                logger.error("Playwright's driver does not answer; it is killed, with all of its browsers")
+                await self.driver.kill()
         elif not closing.cancelled() and (error := closing.exception()) is not None:
             logger.debug("the browser's close said: %s", error)
+        await self._give_back(self.driver)
+
+    async def memory_mb(self, enough_mb: float) -> float:
+        tokens = {self.driver.token, self._token}
+        return await in_thread(processes.memory_mb, lambda token: token in tokens, enough_mb=enough_mb)
 
     async def kill(self) -> None:
         if self._token is not None:
-            await asyncio.to_thread(processes.kill_launch, self._token)
+            await in_thread(processes.kill_launch, self._token)
 
     def _lost(self, reason: str) -> None:
         if not self._closing and self._callback is not None:
@@ -90,7 +115,11 @@ class PlaywrightBrowser:
 
 
 class PlaywrightEngine:
-    """Launches chromium, firefox or webkit; one driver serves all browsers of the process."""
+    """Launches chromium, firefox or webkit.
+
+    One driver serves the browsers of the process, since a launch with a driver of its own took 0.7 s instead of
+    0.2 s. It grows with every context, so it is replaced with a browser that is recycled, and ends with its last one.
+    """
 
     max_contexts: int | None = None
 
@@ -100,6 +129,8 @@ class PlaywrightEngine:
         self.capabilities = capabilities.CHROMIUM if is_chromium else capabilities.STOCK
         self._settings = settings
         self._driver: Driver | None = None
+        #: Drivers that serve no new browser and end with their last one.
+        self._former: set[Driver] = set()
         self._starting = asyncio.Lock()
 
     def launch_key(self, identity: Identity) -> Hashable:
@@ -109,7 +140,7 @@ class PlaywrightEngine:
         return identity  # a stock browser shows every seed the same visitor
 
     async def check(self) -> str:
-        found = await asyncio.to_thread(find, self._settings)
+        found = await in_thread(find, self._settings)
         if found is None:
             raise EngineMissing(
                 f"no {self.name} on this machine; install it with "
@@ -120,28 +151,64 @@ class PlaywrightEngine:
 
     async def launch(self, identity: Identity) -> PlaywrightBrowser:
         await self.check()
-        driver = await self._running_driver()
-        token = processes.new_token()
-        options = await asyncio.to_thread(self._launch_options, token, driver.directory)
+        driver = await self._borrow_driver()
         try:
-            browser = await getattr(driver.playwright, self.name).launch(**options)
-        except Exception as error:
-            await asyncio.to_thread(processes.kill_launch, token)
+            return await self._launch(driver)
+        except LaunchFailed as error:
+            if not await driver.ends_within(DRIVER_LOST_S):
+                raise
+            logger.warning("Playwright's driver ended under a launch, which is made by another one: %s", error)
+        return await self._launch(await self._borrow_driver())
+
+    async def _launch(self, driver: Driver) -> PlaywrightBrowser:
+        """Launch on a borrowed driver, which is given back when nothing came up."""
+        token, launching = processes.new_token(), None
+        try:
+            options = await in_thread(self._launch_options, token, driver.directory)
+            launching = asyncio.ensure_future(getattr(driver.playwright, self.name).launch(**options))
+            # The driver keeps the limit itself, unless it hangs.
+            await asyncio.wait({launching}, timeout=self._settings.launch_timeout_ms / 1000 + DRIVER_GRACE_S)
+            if not launching.done():
+                await driver.kill()
+            return PlaywrightBrowser(await launching, driver, token, self._give_back)
+        except BaseException as error:
+            await shielded(self._abandon(token, driver))
+            if not isinstance(error, Exception):
+                raise
             raise LaunchFailed(
                 f"{self.name} did not start: {own_words(error)}; run `asyncworker doctor`",
                 engine=self.name,
             ) from error
-        return PlaywrightBrowser(browser, driver, token)
+        finally:
+            if launching is not None:
+                launching.cancel()
+
+    async def _abandon(self, token: processes.Token, driver: Driver) -> None:
+        """Leave nothing of a launch that failed, or that no one waits for any more."""
+        await in_thread(processes.kill_launch, token)
+        await self._give_back(driver)
+
+    def renew(self, launched: Launched) -> None:
+        if isinstance(launched, PlaywrightBrowser) and launched.driver is self._driver:
+            self._former.add(launched.driver)
+            self._driver = None
 
     def classify(self, error: BaseException) -> Fault | None:
         return classify_by_name(error)
 
     async def close(self) -> None:
         driver, self._driver = self._driver, None
-        if driver is not None:
+        former, self._former = self._former, set()
+        for each in (*former, *([driver] if driver is not None else [])):
+            await each.stop(self._settings.close_timeout_ms)
+
+    async def _give_back(self, driver: Driver) -> None:
+        driver.users -= 1
+        if driver in self._former and driver.users == 0:
+            self._former.remove(driver)
             await driver.stop(self._settings.close_timeout_ms)
 
-    async def _running_driver(self) -> Driver:
+    async def _borrow_driver(self) -> Driver:
         async with self._starting:
             if self._driver is None or self._driver.lost:
                 limit_ms = self._settings.launch_timeout_ms
@@ -153,6 +220,7 @@ class PlaywrightEngine:
                         "run `asyncworker doctor`",
                         engine=self.name,
                     ) from None
+            self._driver.users += 1
             return self._driver
 
     def _launch_options(self, token: processes.Token, directory: Path) -> dict[str, Any]:

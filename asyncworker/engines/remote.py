@@ -34,7 +34,7 @@ class RemoteEngine(PlaywrightEngine):
         return f"a browser at {self._endpoint}"
 
     async def launch(self, identity: Identity) -> PlaywrightBrowser:
-        driver = await self._running_driver()
+        driver = await self._borrow_driver()
         url, timeout = self._endpoint.value, self._settings.launch_timeout_ms
         chromium = driver.playwright.chromium
         try:
@@ -45,12 +45,13 @@ class RemoteEngine(PlaywrightEngine):
             )
             browser = await asyncio.wait_for(connecting, timeout / 1000)
         except Exception as error:
+            await self._give_back(driver)
             raise LaunchFailed(
                 f"no browser answers at {self._endpoint}: {type(error).__name__}; is it running, and reachable "
                 "from here?",
                 engine=self.name,
             ) from error
-        return PlaywrightBrowser(browser, driver, None)
+        return PlaywrightBrowser(browser, driver, None, self._give_back)
 
 
 def _is_cdp(url: str) -> bool:

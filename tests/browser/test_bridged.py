@@ -18,7 +18,8 @@ import pytest
 from actors import pages
 from asyncworker import processes
 from asyncworker.errors import BrowserCrashed, PageCrashed
-from asyncworker.runtime import Attempt, Runtime, Session
+from asyncworker.runtime import Runtime
+from asyncworker.session import Attempt, Session
 from asyncworker.settings import load
 from tests.site import BehaviourSite
 from tests.standin import Standin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import signal
@@ -23,7 +24,8 @@ from asyncworker.browser import BrowserHost
 from asyncworker.engines import Engine, create
 from asyncworker.errors import BrowserCrashed, ForkedBrowser, LaunchFailed, PageCrashed, PhaseTimeout
 from asyncworker.identity import Identity
-from asyncworker.runtime import Attempt, Runtime
+from asyncworker.runtime import Runtime
+from asyncworker.session import Attempt
 from asyncworker.settings import Settings, child_environment, load
 from asyncworker.testing import Document, FakeEngine
 from tests.site import BehaviourSite
@@ -88,7 +90,8 @@ class Subject:
         tokens = self.tokens()
         pids = [process.pid for process in processes.carriers(lambda token: token in tokens)]
         for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+            with contextlib.suppress(ProcessLookupError):  # a helper process that ended between the look and the signal
+                os.kill(pid, signal.SIGSTOP)
         return pids
 
 
@@ -328,3 +331,18 @@ def _no_more(before: tuple[Counter[str], int], now: tuple[Counter[str], int]) ->
     """The loop's own pool may grow up to its size."""
     names = {name for name in now[0] if not name.startswith("asyncio")}
     return all(now[0][name] <= before[0][name] for name in names) and now[1] <= before[1]
+
+
+async def test_a_browser_that_has_had_its_contexts_is_replaced_beside_a_message_that_goes_on(
+    subject: Subject, site: BehaviourSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where the lock is
+    host = subject.host(recycle_after=1, recycle_memory_mb=0, max_browsers=1)
+    async with host.context(SEED) as lease:
+        await eventually(lambda: host.counts["browsers_recycled"] == 1, "the next one has taken over")
+        async with host.context(SEED) as other:
+            assert other.generation.number == 2
+        await lease.page.goto(site.product_url(1))
+        assert "No. 1" in await lease.page.title()
+    await eventually(lambda: lease.generation.ending is not None and lease.generation.ending.done(), "it has ended")
+    assert host.counts["browsers_lost"] == 0

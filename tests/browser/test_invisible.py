@@ -25,7 +25,8 @@ from asyncworker.engines.invisible import InvisibleEngine
 from asyncworker.engines.lifeline import Lifeline
 from asyncworker.errors import EngineMissing, ExitDrifted, InvalidArguments, LaunchFailed, Unsupported
 from asyncworker.identity import Identity
-from asyncworker.runtime import Attempt, Runtime, Session
+from asyncworker.runtime import Runtime
+from asyncworker.session import Attempt, Session
 from asyncworker.settings import Settings, load
 from tests.site import BehaviourSite
 from tests.standin import Standin

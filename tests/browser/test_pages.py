@@ -19,7 +19,8 @@ from actors import pages
 from asyncworker import Session
 from asyncworker.engines.finding import find
 from asyncworker.errors import InvalidArguments, PathRefused, RefusedMessage, UrlRefused
-from asyncworker.runtime import Attempt, Runtime
+from asyncworker.runtime import Runtime
+from asyncworker.session import Attempt
 from asyncworker.settings import Settings, load
 from tests.site import BehaviourSite
 

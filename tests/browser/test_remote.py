@@ -12,7 +12,8 @@ import pytest
 
 from asyncworker.engines.finding import find
 from asyncworker.errors import BrowserCrashed, LaunchFailed
-from asyncworker.runtime import Attempt, Runtime
+from asyncworker.runtime import Runtime
+from asyncworker.session import Attempt
 from asyncworker.settings import child_environment, load
 from tests.site import BehaviourSite
 from tests.waiting import wait_until

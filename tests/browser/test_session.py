@@ -9,10 +9,13 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from asyncworker import processes
+from asyncworker.ending import Interruption, current_interruption
 from asyncworker.errors import BrowserCrashed, LaunchFailed, PageCrashed, SessionOver
-from asyncworker.runtime import Attempt, Runtime, open_session
+from asyncworker.runtime import Runtime, open_session
+from asyncworker.session import Attempt
 from asyncworker.settings import load
 from tests.site import BehaviourSite
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.needs_browser
 
@@ -29,6 +32,7 @@ async def runtime() -> AsyncIterator[Runtime]:
     yield runtime
     await runtime.close()
     assert runtime.host.counts["contexts_opened"] == runtime.host.counts["contexts_closed"]
+    assert runtime.slots.in_use == 0
 
 
 def mine() -> set[processes.Token]:
@@ -62,6 +66,41 @@ async def test_a_session_that_is_over_refuses_every_use(runtime: Runtime) -> Non
     for name in ("page", "context", "browser"):
         with pytest.raises(SessionOver, match=r"message m \(pages\.title\) is over"):
             getattr(session, name)
+
+
+async def test_what_code_kept_of_a_session_that_is_cancelled_from_outside_is_refused_and_launches_nothing(
+    runtime: Runtime, site: BehaviourSite
+) -> None:
+    interruption = Interruption()
+    current_interruption.set(interruption)  # this test's own context
+    async with runtime.session(Attempt(seed=1, message_id="m", actor="pages.title")) as session:
+        page, context, browser = session.page, session.context, session.browser
+        second = await context.new_page()
+        await page.goto(f"{site.url}/cookie/get")
+        locator = page.locator("p")
+        interruption.tell("TimeLimitExceeded")
+        calls = [
+            lambda: session.page.goto(f"{site.url}/cookie/get"),
+            lambda: page.title(),
+            lambda: second.title(),
+            lambda: context.new_page(),
+            lambda: browser.new_context(),
+            lambda: browser.new_page(),
+            lambda: browser.close(),
+            lambda: browser.browser_type.launch(),
+            lambda: context.browser.browser_type.launch(),  # type: ignore[union-attr]
+        ]
+        for call in calls:
+            with pytest.raises(SessionOver, match=r"message m \(pages\.title\) is over \(TimeLimitExceeded\)"):
+                await call()
+        await eventually(lambda: runtime.slots.in_use == 0, "its slot is back, although its code goes on")
+        with pytest.raises(Exception, match="has been closed"):
+            await locator.inner_text()
+        with pytest.raises(SessionOver):
+            async with runtime.session(Attempt(seed=2)):
+                pass
+        assert len(mine()) == 1
+    assert browser.is_connected()
 
 
 async def test_a_crash_ends_code_that_waits_for_something_else_and_no_other_error_of_its_own(runtime: Runtime) -> None:

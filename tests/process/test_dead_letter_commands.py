@@ -89,7 +89,7 @@ def test_only_who_holds_a_message_writes_into_it(deployment: Deployment) -> None
     deployment.broker.do_enqueue(QUEUE, "m", b"sent")
     with contextlib.closing(connect(deployment)) as client:
         other = WorkerBroker(client=client, where="the test's store")
-        assert other.do_fetch(QUEUE, 1, 0)[2] == b"m"
+        assert other.do_fetch(QUEUE, 1, 0, 1)[4] == b"m"
         key = f"dramatiq:{QUEUE}.msgs"
         assert (deployment.broker.do_rewrite(QUEUE, "m", b"his"), client.hget(key, "m")) == (0, b"sent")
         assert (other.do_rewrite(QUEUE, "m", b"its own"), client.hget(key, "m")) == (1, b"its own")

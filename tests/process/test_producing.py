@@ -108,7 +108,7 @@ def run_and_acknowledge(store: Store) -> Callable[[], None]:
     worker = store.direct()
 
     def run() -> None:
-        (number,) = worker.do_fetch(QUEUE, 1, 0)[2::2]
+        (number,) = worker.do_fetch(QUEUE, 1, 0, 1)[4::2]
         assert worker.do_ack(QUEUE, number) == 1
 
     return run
@@ -242,7 +242,7 @@ async def test_many_producers_on_a_bad_line_have_each_message_run_once(store: St
 
     def work() -> None:
         while not over.is_set():
-            fetched = worker.do_fetch(QUEUE, 8, 0)[2:]
+            fetched = worker.do_fetch(QUEUE, 8, 0, 8)[4:]
             for number, body in zip(fetched[::2], fetched[1::2], strict=True):
                 ran.append(Message.decode(body).args[0])
                 worker.do_ack(QUEUE, number)

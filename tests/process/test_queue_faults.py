@@ -103,17 +103,17 @@ def test_a_rejected_message_that_the_dead_letters_refuse_stays_where_it_is(store
 def test_whatever_is_refused_half_way_a_message_is_not_taken_from_where_it_was(store: Store, command: str) -> None:
     producer, worker, dead = store.ours(), store.ours(), store.ours()
     sent = [producer.enqueue(message(number)) for number in range(3)]
-    dead.do_fetch(QUEUE, 1, 0)
+    dead.do_fetch(QUEUE, 1, 0, 1)
     silence(store, dead, for_ms=16_000)
     if command != "fetch":  # that would have made its key
-        worker.do_fetch(QUEUE, 1, 0)
+        worker.do_fetch(QUEUE, 1, 0, 1)
     delayed = producer.enqueue(message("late"), delay=1)
     wait_until(lambda: current_millis() > delayed.options["eta"], "it is due")
     before = _places(store)
     target = f"dramatiq:__acks__.{worker.broker_id}.{QUEUE}" if command == "fetch" else f"dramatiq:{QUEUE}"
     with _refused(store, target), pytest.raises(redis.ResponseError, match="WRONGTYPE"):
         if command == "fetch":
-            worker.do_fetch(QUEUE, 5, 0)
+            worker.do_fetch(QUEUE, 5, 0, 5)
         elif command == "requeue":
             worker.do_requeue(QUEUE, identifier(sent[1]))
         elif command == "recover":

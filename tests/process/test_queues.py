@@ -89,7 +89,7 @@ def test_a_delayed_message_waits_in_the_store_until_it_is_due(store: Store) -> N
     assert (received.message_id, received.queue_name, received.args) == (sent.message_id, QUEUE, ("a",))
     assert "eta" not in received.options
     consumer.ack(received)
-    assert store.ours().do_qsize(QUEUE) == 0
+    wait_until(lambda: store.ours().do_qsize(QUEUE) == 0, "it was forgotten")
 
 
 def test_a_consumer_learns_of_an_earlier_message_while_it_waits_for_a_later_one(store: Store) -> None:
@@ -211,7 +211,7 @@ def test_an_answer_that_was_lost_on_the_way_is_noticed_and_its_messages_are_put_
     producer, worker = store.ours(), store.ours()
     sent = [producer.enqueue(message(number)) for number in range(3)]
     consumer = consumer_of(worker)
-    worker.do_fetch(QUEUE, 2, 0)  # taken in the store; no one here has heard of it
+    worker.do_fetch(QUEUE, 2, 0, 2)  # taken in the store; no one here has heard of it
     received = [take(consumer) for _ in range(3)]
     assert {each.message_id for each in received} == {each.message_id for each in sent}
     assert "got lost on the way here" in caplog.text
@@ -239,9 +239,9 @@ def test_a_full_store_takes_what_is_done_which_makes_room(store: Store) -> None:
 def test_a_row_that_is_written_again_is_one_row(store: Store) -> None:
     broker = store.ours()
     for _ in range(2):
-        assert broker.do_settle("", "ack", 0, 60_000, "asyncworker:attempts:m", 0, "first") == []
+        assert broker.do_settle("", "ack", 0, 60_000, 1_000, "asyncworker:attempts:m", 0, "first") == []
     for _ in range(2):
-        assert broker.do_settle("", "ack", 0, 60_000, "asyncworker:attempts:m", 0, "next") == []
+        assert broker.do_settle("", "ack", 0, 60_000, 1_000, "asyncworker:attempts:m", 0, "next") == []
     assert store.client.lrange("asyncworker:attempts:m", 0, -1) == [b"first", b"next"]
     assert store.client.pttl("asyncworker:attempts:m") > 0
 
@@ -350,6 +350,15 @@ def test_a_worker_is_heard_of_while_all_its_threads_are_busy_and_its_end_is_know
     finally:
         over.set()
         worker.stop()
+
+
+def test_of_more_messages_than_may_have_rows_the_oldest_are_forgotten_with_what_is_settled(store: Store) -> None:
+    broker = store.ours()
+    for number in range(5):
+        broker.do_settle("", "ack", 0, 60_000, 3, f"asyncworker:attempts:{number}", 0, "row")
+    kept = {key.decode() for key in store.client.scan_iter("asyncworker:attempts:*")}
+    assert kept == {f"asyncworker:attempts:{number}" for number in (2, 3, 4)}
+    assert store.client.llen("asyncworker:attempts") == 3
 
 
 # --- fetching ahead

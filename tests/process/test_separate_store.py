@@ -21,7 +21,10 @@ def test_a_redis_broker_may_have_its_results_its_ledger_and_its_seed_in_another_
         message = deployment.send("add", 1, 2, queue="plain")
         with deployment.worker("-p", "1", "-t", "1", "-Q", "plain"):
             assert deployment.result(message) == 3
-        wait_until(lambda: deployment.rows(message)[0].outcome is Outcome.succeeded, "its row is closed")
+            # The result is there before the row: the worker must not be killed between the two.
+            wait_until(
+                lambda: [row.outcome for row in deployment.rows(message)] == [Outcome.succeeded], "its row is closed"
+            )
         with redis.Redis(unix_socket_path=str(store)) as client:
             kept = {bytes(key).partition(b":")[0] for key in client.scan_iter()}
         here = {bytes(key).partition(b":")[0] for key in deployment.broker.client.scan_iter()}

@@ -19,21 +19,24 @@ PACKAGE = Path(asyncworker.__file__).parent
 #: Each line may import from itself and from the lines above it.
 LAYERS = """
 errors
-identity urls stores settings shielding
+ending
+identity urls stores settings shielding threads
+fencing step_records
+once
 ledger guard visitor
 private_hosts
-processes scratch
+lineage processes scratch
 engines.capabilities engines.importing engines.profile engines.lifeline engines.storage_state engines.invisible_client
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
-generation launching contexts browser watch loop runtime
+generation launching contexts turn recycling browser lending watch loop session runtime
 state_dirs embedded vetting connecting patience settling alarm heartbeat
-attempt_log accounting middleware retries fitness
+unique at_most_once attempt_log accounting middleware time_limit watchdog losses retries fitness supervised
 prefetch consumer exchange delivery result_watch results producing redis_broker
-speaking rabbitmq_consumer rabbitmq broker actor
+speaking rabbitmq_consumer rabbitmq broker actor last_words
 asyncworker
-deployment actors
+deployment actors kept_worker supervisor
 broker_checks commands installing doctor sending queues dead_letters identities demo demo.site demo.run
-terminal cli_dead_letters cli_queues cli __main__
+terminal cli_once cli_dead_letters cli_queues cli_reap cli __main__
 fakes testing pytest_plugin
 """
 

@@ -24,7 +24,7 @@ from dramatiq.middleware import retries as dramatiq_retries
 import asyncworker
 from asyncworker import consumer, errors, heartbeat, middleware, redis_broker, retries
 from asyncworker.engines import invisible
-from asyncworker.runtime import Session
+from asyncworker.session import Session
 from asyncworker.settings import (
     DEFAULT_SLOTS,
     PREFIX,

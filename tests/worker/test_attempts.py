@@ -304,3 +304,15 @@ def test_an_overdue_shutdown_cancels_what_runs_after_the_stop_timeout(fake_engin
     assert cancelled == [True]
     assert time.monotonic() - began < 20
     assert fake_engine.contexts[0].closed
+
+
+def test_whoever_waits_for_a_message_in_a_test_finds_its_context_closed(
+    worker: StubWorker, fake_engine: FakeEngine
+) -> None:
+    fake_engine.delays["close_context"] = 0.3  # which is later than its result
+
+    async def body(session: Session) -> None: ...
+
+    worker.run(quick(body).message())
+    (context,) = fake_engine.contexts
+    assert context.closed

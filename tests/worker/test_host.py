@@ -229,7 +229,7 @@ async def test_a_message_of_another_identity_waits_while_all_browsers_are_busy_a
     async with host.context(Identity(seed=1)):
         with pytest.raises(PhaseTimeout) as caught:
             await use(host, Identity(seed=2))
-        assert caught.value.phase == "browser"
+        assert caught.value.phase == "wait"
         waiting = asyncio.create_task(use(host, Identity(seed=2)))
         await asyncio.sleep(0)  # it has asked, and waits
         assert not waiting.done()
@@ -263,7 +263,7 @@ async def test_a_browser_that_is_retired_but_still_used_counts_as_one_that_is_up
     engine = FakeEngine(one_identity_each=True)
     host = host_of(engine, max_browsers=1)
     async with host.context(SEED) as lease:
-        host._retire(lease.generation)
+        host.retire(lease.generation)
         waiting = asyncio.create_task(use(host))
         await asyncio.sleep(0)
         assert engine.begun["launch"] == 1

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import redis
 
-from asyncworker import embedded, ledger
+from asyncworker import embedded
 from asyncworker.identity import MAX_SEED
-from asyncworker.ledger import Ledger, MemoryLedger, Outcome, RedisLedger, Row
+from asyncworker.ledger import KEPT, Kept, Ledger, MemoryLedger, Outcome, RedisLedger, Row
 from tests.waiting import wait_until
 
 OPENED = Row(message_id="m1", attempt=1, actor="pages.title", seed=42, worker="host:7", opened_ms=1_000)
@@ -212,32 +212,42 @@ def test_nothing_is_kept_for_ever(store: redis.Redis) -> None:
     book.close(replace(book.open(OPENED), outcome=Outcome.succeeded))
     book.count("host:7", {"contexts_opened": 1})
     lives: dict[Any, int] = {key: store.pttl(key) for key in store.scan_iter()}
-    assert len(lives) == 3
-    assert all(0 < life <= ledger.KEPT_MS for life in lives.values()), lives
+    assert len(lives) == 4
+    assert all(0 < life <= KEPT.ms for life in lives.values()), lives
 
 
-def test_a_row_is_kept_after_its_last_change_not_after_its_first(
-    store: redis.Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    book = RedisLedger(store)
-    with monkeypatch.context() as short:
-        short.setattr(ledger, "KEPT_MS", 60_000)
-        opened = book.open(OPENED)
-    book.close(replace(opened, outcome=Outcome.succeeded))
+def test_a_row_is_kept_after_its_last_change_not_after_its_first(store: redis.Redis) -> None:
+    opened = RedisLedger(store, kept=Kept(ms=60_000)).open(OPENED)
+    RedisLedger(store).close(replace(opened, outcome=Outcome.succeeded))
     assert store.pttl("asyncworker:attempts:m1") > 60_000
 
 
-def test_a_living_worker_does_not_keep_the_counts_of_a_dead_one(
-    store: redis.Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_living_worker_does_not_keep_the_counts_of_a_dead_one(store: redis.Redis) -> None:
     book = RedisLedger(store)
-    with monkeypatch.context() as short:
-        short.setattr(ledger, "KEPT_MS", 20)
-        book.count("dead", {"contexts_opened": 1})
+    RedisLedger(store, kept=Kept(ms=20)).count("dead", {"contexts_opened": 1})
     book.count("living", {"contexts_opened": 1})
     wait_until(lambda: "dead" not in book.counts(), "the dead one is forgotten")
     assert book.counts() == {"living": {"contexts_opened": 1}}
     assert store.smembers("asyncworker:workers") == {b"living"}
+
+
+@pytest.fixture(params=["memory", "redis"])
+def short_book(request: pytest.FixtureRequest) -> Ledger:
+    """A ledger that keeps the rows of three messages."""
+    kept = Kept(messages=3)
+    return (
+        MemoryLedger(kept=kept)
+        if request.param == "memory"
+        else RedisLedger(request.getfixturevalue("store"), kept=kept)
+    )
+
+
+def test_of_more_messages_than_may_be_the_oldest_are_forgotten(short_book: Ledger) -> None:
+    for name in "abcab":
+        short_book.open(replace(OPENED, message_id=name))
+    assert [len(short_book.rows(name)) for name in "abc"] == [2, 2, 1], "attempts are no messages"
+    short_book.open(replace(OPENED, message_id="d"))
+    assert [len(short_book.rows(name)) for name in "abcd"] == [0, 2, 1, 1]
 
 
 def test_a_store_that_refuses_a_row_is_an_error(store: redis.Redis) -> None:

@@ -24,8 +24,8 @@ from asyncworker.identity import Identity
 from asyncworker.ledger import MemoryLedger, Outcome, Row
 from asyncworker.middleware import BrowserMiddleware
 from asyncworker.redis_broker import WorkerBroker
-from asyncworker.runtime import Attempt
 from asyncworker.sending import Sent
+from asyncworker.session import Attempt
 from asyncworker.settings import child_environment, load
 from asyncworker.testing import FakeEngine, StubWorker, stub_worker
 from tests.waiting import wait_until

@@ -1,0 +1,137 @@
+"""TimeLimit: an attempt's time limit, which begins when its page is open and ends with its code.
+
+Dramatiq counts from when a thread takes the message: a launch, or the wait for a slot, would use up the time of the
+code, and the error would not say so. What comes before the page is open has limits of its own (PhaseTimeout names the
+phase), and so has what comes after the code. A plain actor's limit begins with its message, as Dramatiq's does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+
+from dramatiq import Broker, MessageProxy, Worker
+from dramatiq.middleware import TimeLimit as DramatiqTimeLimit
+
+from asyncworker.browser import MOST_DEAD_BROWSERS
+from asyncworker.middleware import SESSION_OPTION, BrowserMiddleware
+from asyncworker.session import Attempt, current_attempt
+from asyncworker.settings import Settings
+
+#: Time limits are checked this often. Dramatiq's default of a second is long beside a page that takes 0.1 s.
+CHECK_MS = 100
+
+#: What the phases before the page is open may take beyond the sum of their limits, before something is broken.
+OPENING_GRACE_MS = 10_000
+
+
+@dataclass(frozen=True)
+class Overdue:
+    """A message that does not end although its time limit has passed, and the thread that is at it."""
+
+    message_id: str
+    actor: str
+    thread: int
+
+
+@dataclass(eq=False)
+class _Limit:
+    """Of the message that a thread is at."""
+
+    at: Overdue
+    limit_ms: float
+    ends: float = float("inf")
+
+    @property
+    def thread(self) -> int:
+        return self.at.thread
+
+
+#: Of the message that the running thread, and the code that it has started on the loop, is at.
+_current: ContextVar[_Limit | None] = ContextVar("asyncworker_time_limit", default=None)
+
+
+class TimeLimit(DramatiqTimeLimit):
+    """Interrupts the thread of an attempt whose time limit has passed.
+
+    It stands last in the order: the hooks of the others, which may wait for a store that is away, are not interrupted.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(time_limit=settings.time_limit_ms, interval=CHECK_MS)
+        self._opening_ms = opening_limit_ms(settings)
+        self._limits: dict[int, _Limit] = {}
+        self._setting = threading.Lock()
+
+    def before_worker_boot(self, broker: Broker, worker: Worker) -> None:
+        for middleware in broker.middleware:
+            if isinstance(middleware, BrowserMiddleware):
+                middleware.runtime.on_ready = self.begin
+                middleware.runtime.on_code_ended = self.end
+
+    def before_process_message(self, broker: Broker, message: MessageProxy) -> None:
+        actor = broker.get_actor(message.actor_name)
+        limit_ms = message.options.get("time_limit") or actor.options.get("time_limit", self.time_limit)
+        limit = _Limit(Overdue(message.message_id, message.actor_name, threading.get_ident()), limit_ms)
+        self._limits[limit.thread] = limit
+        _current.set(limit)
+        if actor.options.get(SESSION_OPTION):
+            self._set(limit, self._opening_ms)  # in case something of ours has no end
+            return
+        self._set(limit, limit_ms)
+        if (attempt := current_attempt.get()) is not None:
+            current_attempt.set(_with_deadline(attempt, limit_ms))
+
+    def after_process_message(
+        self, broker: Broker, message: MessageProxy, *, result: object = None, exception: BaseException | None = None
+    ) -> None:
+        with self._setting:
+            self._limits.pop(threading.get_ident(), None)
+        _current.set(None)
+        self.manager.remove_timeout(threading.get_ident())  # type: ignore[no-untyped-call]
+
+    after_skip_message = after_process_message
+
+    def begin(self, attempt: Attempt) -> Attempt:
+        """Begin the limit of the attempt whose page is open, on the loop; gives it with its deadline."""
+        limit = _current.get()
+        if limit is None:  # code outside any message
+            return attempt
+        self._set(limit, limit.limit_ms)
+        return _with_deadline(attempt, limit.limit_ms)
+
+    def end(self, attempt: Attempt) -> None:
+        """The attempt's code has ended, on the loop."""
+        if (limit := _current.get()) is not None:
+            self._set(limit, self._opening_ms)
+
+    @property
+    def at_work(self) -> int:
+        """How many threads are at a message."""
+        return len(self._limits)
+
+    def overdue(self, grace_ms: float) -> list[Overdue]:
+        """The messages whose limit has passed so long ago, and which have not ended."""
+        latest = time.monotonic() - grace_ms / 1000
+        return [limit.at for limit in list(self._limits.values()) if limit.ends < latest]
+
+    def _set(self, limit: _Limit, limit_ms: float) -> None:
+        with self._setting:
+            # Code that was left behind must not touch the limit of the message that its thread is at by now.
+            if self._limits.get(limit.thread) is limit:
+                limit.ends = time.monotonic() + limit_ms / 1000
+                self.manager.add_timeout(limit.thread, limit_ms)  # type: ignore[no-untyped-call]
+
+
+def opening_limit_ms(settings: Settings) -> int:
+    """The most that the phases before a session's code, and those after it, may take together."""
+    tries = MOST_DEAD_BROWSERS + 1
+    opening_ms = settings.browser_wait_ms + 2 * settings.context_timeout_ms
+    return settings.browser_wait_ms + tries * opening_ms + settings.close_timeout_ms + OPENING_GRACE_MS
+
+
+def _with_deadline(attempt: Attempt, limit_ms: float) -> Attempt:
+    deadline = None if limit_ms == float("inf") else time.monotonic() + limit_ms / 1000
+    return replace(attempt, deadline=deadline)
