@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
+
+from asyncworker.phases import Phase
 
 _OPEN_SCRIPT = (Path(__file__).parent / "ledger.lua").read_text()
 
@@ -47,6 +50,9 @@ class Outcome(StrEnum):
     rejected = "rejected"  # no retry can help, or none is left
 
 
+#: Who was heard of within so many ms lives; a worker says so each second.
+BEAT_MS = 4_000
+
 #: Rows that are written at once: what follows may end this process, too.
 AT_ONCE = (Outcome.running, Outcome.lost)
 
@@ -60,7 +66,10 @@ class Row:
             draw none.
         drawn_by: Which version of what drew that identity.
         identity_changed: True when the seed was another visitor on an earlier attempt, or on an earlier run.
-        phase: What the attempt was at when that was last written: `code` once its page was ready.
+        phase: What the attempt was at when that was last written, which is known to a second; how far it came, when it
+            is closed.
+        phases: The ms in each of the phases, in the order of `Phase`, once the row is closed; that of the close comes a
+            second after it. Empty where there was no session.
     """
 
     message_id: str
@@ -77,6 +86,7 @@ class Row:
     drawn_by: str | None = None
     identity_changed: bool = False
     phase: str | None = None
+    phases: tuple[int, ...] = ()
 
     def closed(self, outcome: Outcome, at_ms: int) -> Row:
         """The row at its end."""
@@ -86,6 +96,15 @@ class Row:
     def took_ms(self) -> int | None:
         """Duration in ms; None while it runs."""
         return None if self.closed_ms is None else self.closed_ms - self.opened_ms
+
+    @property
+    def phases_ms(self) -> dict[str, int]:
+        """The known durations by phase."""
+        return {str(phase): took_ms for phase, took_ms in zip(Phase, self.phases, strict=False)}
+
+    def is_of(self, other: Row) -> bool:
+        """True when both are of the same attempt, whatever its number."""
+        return (self.message_id, self.worker, self.opened_ms) == (other.message_id, other.worker, other.opened_ms)
 
 
 @dataclass(frozen=True)
@@ -111,8 +130,11 @@ class Ledger(Protocol):
         attempt is 0 was never opened: it becomes the message's next.
         """
 
-    def note(self, row: Row) -> None:
-        """Have what is known of a running attempt written soon, where that costs no round trip; else nothing."""
+    def note(self, row: Row, *, at_any_cost: bool = False) -> None:
+        """Have what is known of an attempt written soon, where that costs no round trip; else only `at_any_cost`."""
+
+    def mend(self, row: Row) -> Row:
+        """Write a row of which it is not known whether it was opened; the returned one has its attempt number."""
 
     def rows(self, message_id: str) -> list[Row]:
         """The rows of one message, first attempt first; empty when none is known."""
@@ -123,6 +145,12 @@ class Ledger(Protocol):
     def counts(self) -> dict[str, dict[str, int]]:
         """The last known counts of every worker process."""
 
+    def beat(self, worker: str, born_ms: int) -> None:
+        """Say that a worker process which began at that time lives, for `BEAT_MS`."""
+
+    def born_ms(self, worker: str) -> int | None:
+        """When the living worker process of that name began; None: none was heard of for `BEAT_MS`."""
+
 
 class MemoryLedger:
     """A ledger that ends with its process: for tests."""
@@ -132,6 +160,7 @@ class MemoryLedger:
         self._lock = threading.Lock()
         self._rows: dict[str, list[Row]] = {}
         self._counts: dict[str, dict[str, int]] = {}
+        self._beats: dict[str, tuple[int, float]] = {}
 
     def open(self, row: Row) -> Row:
         with self._lock:
@@ -151,8 +180,11 @@ class MemoryLedger:
             if 1 <= row.attempt <= len(rows):
                 rows[row.attempt - 1] = row
 
-    def note(self, row: Row) -> None:
+    def note(self, row: Row, *, at_any_cost: bool = False) -> None:
         self.close(row)
+
+    def mend(self, row: Row) -> Row:
+        return _mend(self, row)
 
     def rows(self, message_id: str) -> list[Row]:
         with self._lock:
@@ -166,13 +198,20 @@ class MemoryLedger:
         with self._lock:
             return {worker: dict(counts) for worker, counts in self._counts.items()}
 
+    def beat(self, worker: str, born_ms: int) -> None:
+        self._beats[worker] = born_ms, time.monotonic() + BEAT_MS / 1000
+
+    def born_ms(self, worker: str) -> int | None:
+        born_ms, until = self._beats.get(worker, (0, 0.0))
+        return born_ms if time.monotonic() < until else None
+
 
 class RedisLedger:
     """A ledger in the broker's store.
 
     Keys: a list `<namespace>:attempts:<message_id>` of JSON rows, the list `<namespace>:attempts` of these keys in
-    the order in which they began, a JSON object `<namespace>:counts:<worker>`, and
-    the set `<namespace>:workers` of those who have counted.
+    the order in which they began, a JSON object `<namespace>:counts:<worker>`,
+    the set `<namespace>:workers` of those who have counted, and `<namespace>:beat:<worker>` of those who live.
 
     Parameters:
         behind: Takes the rows of attempts that have ended and has them written soon; None: `close` writes them.
@@ -207,10 +246,12 @@ class RedisLedger:
         key = self._key(row.message_id)
         if self._behind is not None and row.outcome not in AT_ONCE:
             self._behind(ClosedRow(key, row.attempt, _written(row), self._kept))
-            return
-        if row.attempt == 0:
+        elif row.attempt == 0:
             self.open(row)
-            return
+        else:
+            self._replace(key, row)
+
+    def _replace(self, key: str, row: Row) -> None:
         with self._client.pipeline(transaction=False) as pipe:
             pipe.lset(key, row.attempt - 1, _written(row))
             pipe.pexpire(key, self._kept.ms)
@@ -218,13 +259,21 @@ class RedisLedger:
         if isinstance(replaced, Exception) and not str(replaced).endswith(_NO_SUCH_ROW):
             raise replaced
 
-    def note(self, row: Row) -> None:
-        if self._behind is not None and row.attempt > 0:
-            self._behind(ClosedRow(self._key(row.message_id), row.attempt, _written(row), self._kept))
+    def note(self, row: Row, *, at_any_cost: bool = False) -> None:
+        key = self._key(row.message_id)
+        if row.attempt <= 0:
+            return
+        if self._behind is not None:
+            self._behind(ClosedRow(key, row.attempt, _written(row), self._kept))
+        elif at_any_cost:
+            self._replace(key, row)
+
+    def mend(self, row: Row) -> Row:
+        return _mend(self, row, replace_row=lambda mended: self._replace(self._key(row.message_id), mended))
 
     def rows(self, message_id: str) -> list[Row]:
         texts = self._client.lrange(self._key(message_id), 0, -1)
-        return [replace(_read(text), attempt=number) for number, text in enumerate(texts, start=1)]
+        return [_read(text, message_id, number) for number, text in enumerate(texts, start=1)]
 
     def count(self, worker: str, counts: Mapping[str, int]) -> None:
         # A key of its own for each worker: the living must not keep the dead.
@@ -244,6 +293,13 @@ class RedisLedger:
             self._client.srem(self._workers, *forgotten)
         return known
 
+    def beat(self, worker: str, born_ms: int) -> None:
+        self._client.set(f"{self._namespace}:beat:{worker}", born_ms, px=BEAT_MS)
+
+    def born_ms(self, worker: str) -> int | None:
+        born_ms = self._client.get(f"{self._namespace}:beat:{worker}")
+        return None if born_ms is None else int(born_ms)
+
     @property
     def _workers(self) -> str:
         return f"{self._namespace}:workers"
@@ -261,17 +317,39 @@ _NO_SUCH_ROW = ("no such key", "index out of range")
 
 _FIELDS = tuple(field.name for field in fields(Row))
 
+#: What a field is where its row, as it is written, does not say it.
+_UNSAID = {field.name: field.default for field in fields(Row) if field.default is not MISSING} | {"seed": None}
+
+#: What the place of a row says already.
+_PLACED = ("message_id", "attempt")
+
 
 def text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
 def _written(row: Row) -> str:
-    return json.dumps(vars(row))
+    """A million messages a day have a row each, so what goes without saying is not written."""
+    said = {
+        name: value
+        for name, value in vars(row).items()
+        if name not in _PLACED and (name not in _UNSAID or value != _UNSAID[name])
+    }
+    return json.dumps(said, separators=(",", ":"))
 
 
-def _read(text: bytes | str) -> Row:
+def _read(text: bytes | str, message_id: str, number: int) -> Row:
     """Workers of another version write to the same store: fields may be missing, and there may be more."""
     stored = json.loads(text)
-    known = {name: stored[name] for name in _FIELDS if name in stored}
-    return Row(**(known | {"outcome": Outcome(stored["outcome"])}))
+    known = _UNSAID | {name: stored[name] for name in _FIELDS if name in stored}
+    known |= {"message_id": message_id, "attempt": number}
+    return Row(**(known | {"outcome": Outcome(known["outcome"]), "phases": tuple(known["phases"])}))
+
+
+def _mend(ledger: Ledger, row: Row, replace_row: Callable[[Row], None] | None = None) -> Row:
+    for known in ledger.rows(row.message_id):
+        if known.is_of(row):
+            mended = replace(row, attempt=known.attempt)
+            (replace_row or ledger.close)(mended)
+            return mended
+    return ledger.open(row)

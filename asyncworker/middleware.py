@@ -313,7 +313,8 @@ class BrowserMiddleware(Middleware):
             opened_ms=now_ms(),
         )
         has_session = bool(actor.options.get(SESSION_OPTION))
-        row = self._accounting.begin(message, row, at_once=has_session or bool(message.options.get(LOSSES_OPTION)))
+        at_once = has_session or bool(message.options.get(LOSSES_OPTION))
+        row = self._accounting.begin(message, row, at_once=at_once, has_session=has_session)
         fence = self._fence(message, has_session)
         current_attempt.set(Attempt(row.seed, row.message_id, row.actor, row.attempt, fencing=fence))
         if actor.options.get(DELIVERY_OPTION) == AT_MOST_ONCE:
@@ -323,7 +324,7 @@ class BrowserMiddleware(Middleware):
         """The fence that the message was fetched with; where the broker gives none, the store does."""
         fetched: Fence | None = getattr(message, "fencing", None)
         fence = fetched or Fence(draw=self.steps.records.draw_fence)
-        if at_once and fetched is None:
+        if at_once and fetched is None and not self._accounting.backlog.is_away:  # else whoever needs it asks
             try:
                 fence.value  # noqa: B018 -- drawn before the attempt begins
             except redis.RedisError as error:
@@ -350,7 +351,8 @@ class BrowserMiddleware(Middleware):
         current_attempt.set(None)
         if not self._accounting.close(outcome, exception, at_ms=now_ms()):
             return
-        if self._runtime is not None and time.monotonic() >= self._next_count:
+        is_due = time.monotonic() >= self._next_count and not self._accounting.backlog.is_away
+        if self._runtime is not None and is_due:
             self._next_count = time.monotonic() + COUNT_EVERY_S
             self._record_counts(self._runtime)
 
