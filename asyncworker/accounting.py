@@ -212,6 +212,8 @@ class Accounting:
     def _mend(self, running: _Running) -> None:
         with running.writing:
             row = running.row if running.closed else running.as_known()
+            if running.closed and row.phases:  # its context may have closed meanwhile
+                row = replace(row, phases=running.phases.ms())
             running.row, running.recorded = self._ledger.mend(row), True
 
     def record_late(self, *, at_ms: int) -> None:
@@ -236,8 +238,11 @@ class Accounting:
             if phases.is_closing:  # for so long at most as it may take
                 self._closing.append((row, phases))
                 continue
-            with contextlib.suppress(redis.RedisError):
+            try:
                 self._ledger.note(replace(row, phases=phases.ms()), at_any_cost=True)
+            except redis.RedisError:
+                self._closing.append((row, phases))
+                return  # a store that is away is asked once
 
     async def numbered(self, attempt: Attempt) -> Attempt:
         """The attempt with its number in the ledger, where its row is opened now if it has none yet."""
@@ -300,7 +305,9 @@ class Accounting:
 
     def _close_in_ledger(self, running: _Running, row: Row) -> None:
         """Have the row written, for which no message waits: not even where the store is away."""
-        if self.backlog.is_away:
+        # What is known of a row goes one way: a ledger that writes behind may have more of it to write before its end.
+        is_on_its_way = self._ledger.writes_behind and running.recorded
+        if self.backlog.is_away and not is_on_its_way:
             self._put_off(running)
             return
         try:

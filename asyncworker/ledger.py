@@ -120,6 +120,10 @@ class ClosedRow:
 class Ledger(Protocol):
     """What both ledgers do."""
 
+    @property
+    def writes_behind(self) -> bool:
+        """True when the rows of attempts that have ended, and notes, are written soon, in order, and none waits."""
+
     def open(self, row: Row) -> Row:
         """Append a row; the returned one has its attempt number, counted from 1 within its message."""
 
@@ -154,6 +158,8 @@ class Ledger(Protocol):
 
 class MemoryLedger:
     """A ledger that ends with its process: for tests."""
+
+    writes_behind = False
 
     def __init__(self, *, kept: Kept = KEPT) -> None:
         self._kept = kept
@@ -231,6 +237,10 @@ class RedisLedger:
         self._open_script = client.register_script(_OPEN_SCRIPT)
         self._namespace = namespace
         self._behind = behind
+
+    @property
+    def writes_behind(self) -> bool:
+        return self._behind is not None
 
     def open(self, row: Row) -> Row:
         key = self._key(row.message_id)

@@ -46,6 +46,7 @@ from dramatiq.middleware import MiddlewareError
 from asyncworker import processes, scratch
 from asyncworker.accounting import LOSSES_OPTION, Accounting, keep_in_dead_letter, now_ms, outcome_of
 from asyncworker.at_most_once import AT_MOST_ONCE, DELIVERY_OPTION, begin, check_delivery
+from asyncworker.backlog import Backlog
 from asyncworker.engines import Engine
 from asyncworker.errors import AsyncworkerError, DeclarationError, EngineError
 from asyncworker.fencing import Fence
@@ -180,6 +181,11 @@ class BrowserMiddleware(Middleware):
     def loop_thread(self) -> LoopThread | None:
         """The loop of the worker process, with its thread; None outside a worker."""
         return self._loop
+
+    @property
+    def backlog(self) -> Backlog:
+        """What the ledger's store has not taken yet."""
+        return self._accounting.backlog
 
     def deployment_seed(self) -> int:
         """The seed of messages that name none. May ask the store, once."""
@@ -367,6 +373,11 @@ class BrowserMiddleware(Middleware):
 def ledger_of(broker: Broker) -> Ledger:
     """The account of attempts that a broker's middleware keeps."""
     return next(each for each in broker.middleware if isinstance(each, BrowserMiddleware)).ledger
+
+
+def backlog_of(broker: Broker) -> Backlog:
+    """What the ledger's store has not taken yet from this process."""
+    return next(each for each in broker.middleware if isinstance(each, BrowserMiddleware)).backlog
 
 
 def steps_of(broker: Broker) -> Steps:

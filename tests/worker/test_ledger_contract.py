@@ -139,6 +139,37 @@ def test_the_identity_is_kept_from_the_session_on_and_with_the_outcome(book: Led
     assert (row.identity_changed, row.outcome, row.took_ms) == (changed, "succeeded", 1_000)
 
 
+def test_the_phases_are_kept_with_their_times_and_that_of_the_close_may_come_later(book: Ledger) -> None:
+    opened = book.open(OPENED)
+    assert (opened.phase, opened.phases, opened.phases_ms) == (None, (), {})
+    closed = replace(opened, outcome=Outcome.succeeded, closed_ms=1_250, phase="code", phases=(1, 0, 30, 219))
+    book.close(closed)
+    assert book.rows("m1") == [closed]
+    book.note(replace(closed, phases=(*closed.phases, 8_000)), at_any_cost=True)
+    (row,) = book.rows("m1")
+    assert row.phases_ms == {"wait": 1, "launch": 0, "context": 30, "code": 219, "close": 8_000}
+    assert (row.outcome, row.took_ms) == ("succeeded", 250), "the close is no part of what was waited for"
+
+
+def test_what_an_attempt_is_at_is_noted_in_its_open_row(book: Ledger) -> None:
+    opened = book.open(replace(OPENED, phase="wait"))
+    book.note(replace(opened, phase="context", generation=2), at_any_cost=True)
+    (row,) = book.rows("m1")
+    assert (row.outcome, row.phase, row.generation) == ("running", "context", 2)
+
+
+@pytest.mark.parametrize("was_opened", [False, True])
+def test_mending_writes_a_row_once_whether_it_was_opened_or_not(book: Ledger, was_opened: bool) -> None:
+    """A store that goes away may have taken the row, and not have said so."""
+    if was_opened:
+        book.open(OPENED)
+    ended = replace(OPENED, attempt=0, outcome=Outcome.failed, closed_ms=1_250)
+    assert [book.mend(ended).attempt for _ in range(2)] == [1, 1]
+    assert book.rows("m1") == [replace(ended, attempt=1)]
+    other = book.mend(replace(ended, worker="host:8"))
+    assert other.attempt == 2, "an attempt of another worker is another attempt"
+
+
 def test_what_is_read_is_a_copy(book: Ledger) -> None:
     book.open(OPENED)
     book.rows("m1").clear()

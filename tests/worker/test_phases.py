@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import dramatiq
@@ -16,6 +15,8 @@ from asyncworker import Session, actor, open_session
 from asyncworker.backlog import Backlog
 from asyncworker.errors import PhaseTimeout
 from asyncworker.ledger import MemoryLedger, Outcome, Row
+from asyncworker.losses import Losses
+from asyncworker.middleware import BrowserMiddleware
 from asyncworker.phases import Phase, Phases
 from asyncworker.settings import load
 from asyncworker.testing import FakeEngine, StubWorker, stub_worker
@@ -151,15 +152,20 @@ class Away(MemoryLedger):
             raise redis.ConnectionError("away")
 
 
+def use(worker: StubWorker, ledger: MemoryLedger) -> BrowserMiddleware:
+    """Have a worker that runs keep its account in another ledger."""
+    (browsers,) = (each for each in worker.broker.middleware if isinstance(each, BrowserMiddleware))
+    (losses,) = (each for each in worker.broker.middleware if isinstance(each, Losses))
+    worker.ledger = browsers.ledger = browsers._accounting._ledger = losses._ledger = ledger
+    return browsers
+
+
 @pytest.mark.parametrize("takes_silently", [False, True])
 def test_messages_are_run_while_the_ledgers_store_is_away_and_their_rows_are_written_in_order_afterwards(
     worker: StubWorker, caplog: pytest.LogCaptureFixture, takes_silently: bool
 ) -> None:
-    away = worker.ledger = Away()
-    from asyncworker.middleware import BrowserMiddleware
-
-    (browsers,) = (each for each in worker.broker.middleware if isinstance(each, BrowserMiddleware))
-    browsers._accounting._ledger = browsers.ledger = away
+    away = Away()
+    browsers = use(worker, away)
     away.is_away, away.takes_silently = True, takes_silently
 
     @actor(max_retries=1, min_backoff=1, max_backoff=2)
@@ -174,7 +180,7 @@ def test_messages_are_run_while_the_ledgers_store_is_away_and_their_rows_are_wri
     assert worker.run(message) == 1
     away.is_away = away.takes_silently = False
     wait_until(lambda: len(worker.rows(message)) == 2, "both rows")
-    wait_until(lambda: not browsers._accounting.backlog.is_away, "nothing waits")
+    wait_until(lambda: not browsers.backlog.is_away, "nothing waits")
     assert [(row.attempt, row.outcome) for row in worker.rows(message)] == [(1, "failed"), (2, "succeeded")]
     assert caplog.text.count("the ledger's store does not take rows") == 1
     assert "the ledger's store takes rows again: 2 were written, 0 were lost" in caplog.text
@@ -194,10 +200,60 @@ def test_of_more_rows_than_may_be_kept_the_oldest_are_dropped_counted_and_told_o
     assert (written, backlog.is_away) == ([33, 4], False)
 
 
-def test_a_row_that_may_have_been_opened_is_written_once() -> None:
-    book = MemoryLedger()
-    row = Row("m1", 0, "visit", 7, "host:1", opened_ms=5)
-    book.open(row)
-    ended = replace(row, outcome=Outcome.failed, closed_ms=9)
-    assert [book.mend(ended).attempt, book.mend(ended).attempt] == [1, 1]
-    assert [each.outcome for each in book.rows("m1")] == ["failed"]
+def test_a_row_that_is_open_in_a_ledger_that_writes_behind_is_closed_behind_what_was_noted_before(
+    worker: StubWorker,
+) -> None:
+    """Else the note, which still waits to be written, would open it again."""
+
+    class Behind(Away):
+        writes_behind = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.behind: list[Row] = []
+
+        def close(self, row: Row) -> None:
+            self.behind.append(row)
+
+        def note(self, row: Row, *, at_any_cost: bool = False) -> None:
+            self.behind.append(row)
+
+    ledger = Behind()
+    browsers = use(worker, ledger)
+
+    @actor(max_retries=0)
+    async def visit(session: Session) -> None:
+        ledger.is_away = True
+        browsers.backlog.add("another attempt", lambda: ledger.rows("any"))
+        browsers._accounting.record_late(at_ms=2**53)
+
+    message = visit.message()
+    worker.broker.enqueue(message)
+    worker.join()
+    ledger.is_away = False
+    assert [row.outcome for row in ledger.behind][-2:] == ["running", "succeeded"]
+    wait_until(lambda: not browsers.backlog.is_away, "nothing waits")
+    assert [row.outcome for row in worker.rows(message)] == ["running"], "nothing was written past what waits"
+
+
+def test_a_loss_is_told_while_the_ledgers_store_is_away_and_is_in_the_ledger_when_it_is_back(
+    worker: StubWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    away = Away()
+    browsers = use(worker, away)
+
+    @actor(max_retries=0)
+    async def visit(session: Session, *, seed: int | None = None) -> int:
+        return 1
+
+    message = visit.message(seed=7)
+    away.open(Row(message.message_id, 0, visit.actor_name, 7, "host:1", opened_ms=10, phase="code"))
+    away.is_away = True
+    assert worker.run(message.copy(options={"losses": 1})) == 1, "it waits for no store"
+    assert f"message_id={message.message_id} actor={visit.actor_name} attempt=None seed=7 outcome=lost" in caplog.text
+    away.is_away = False
+    wait_until(lambda: not browsers.backlog.is_away, "nothing waits")
+    assert [(row.outcome, row.worker == "host:1") for row in worker.rows(message)] == [
+        ("lost", True),
+        ("succeeded", False),
+    ]
