@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from enum import StrEnum
@@ -26,11 +27,11 @@ class Kept:
 
     Attributes:
         ms: A message's rows and a worker's counts are kept this long after their last change.
-        messages: Of the oldest messages the rows are forgotten where there are more than so many.
+        rows: Of more rows than so many the oldest are forgotten; newer ones of their message keep their numbers.
     """
 
     ms: int = 24 * 3_600_000
-    messages: int = 1_000_000
+    rows: int = 1_500_000
 
 
 KEPT = Kept()
@@ -164,7 +165,8 @@ class MemoryLedger:
     def __init__(self, *, kept: Kept = KEPT) -> None:
         self._kept = kept
         self._lock = threading.Lock()
-        self._rows: dict[str, list[Row]] = {}
+        self._rows: dict[str, list[Row | None]] = {}
+        self._in_order: deque[tuple[str, int]] = deque()
         self._counts: dict[str, dict[str, int]] = {}
         self._beats: dict[str, tuple[int, float]] = {}
 
@@ -173,9 +175,16 @@ class MemoryLedger:
             rows = self._rows.setdefault(row.message_id, [])
             opened = replace(row, attempt=len(rows) + 1)
             rows.append(opened)
-            while len(self._rows) > self._kept.messages:
-                del self._rows[next(iter(self._rows))]
+            self._in_order.append((row.message_id, opened.attempt))
+            while len(self._in_order) > self._kept.rows:
+                self._forget(*self._in_order.popleft())
             return opened
+
+    def _forget(self, message_id: str, number: int) -> None:
+        rows = self._rows[message_id]
+        rows[number - 1] = None
+        if number == len(rows):
+            del self._rows[message_id]
 
     def close(self, row: Row) -> None:
         if row.attempt == 0:
@@ -183,7 +192,7 @@ class MemoryLedger:
             return
         with self._lock:
             rows = self._rows.get(row.message_id, [])
-            if 1 <= row.attempt <= len(rows):
+            if 1 <= row.attempt <= len(rows) and rows[row.attempt - 1] is not None:
                 rows[row.attempt - 1] = row
 
     def note(self, row: Row, *, at_any_cost: bool = False) -> None:
@@ -194,7 +203,7 @@ class MemoryLedger:
 
     def rows(self, message_id: str) -> list[Row]:
         with self._lock:
-            return list(self._rows.get(message_id, ()))
+            return [row for row in self._rows.get(message_id, ()) if row is not None]
 
     def count(self, worker: str, counts: Mapping[str, int]) -> None:
         with self._lock:
@@ -215,9 +224,10 @@ class MemoryLedger:
 class RedisLedger:
     """A ledger in the broker's store.
 
-    Keys: a list `<namespace>:attempts:<message_id>` of JSON rows, the list `<namespace>:attempts` of these keys in
-    the order in which they began, a JSON object `<namespace>:counts:<worker>`,
-    the set `<namespace>:workers` of those who have counted, and `<namespace>:beat:<worker>` of those who live.
+    Keys: a list `<namespace>:attempts:<message_id>` of JSON rows, empty where one is forgotten; the list
+    `<namespace>:attempts` of all rows as `<message_id> <number>`, oldest first; a JSON object
+    `<namespace>:counts:<worker>`; the set `<namespace>:workers` of those who have counted; and
+    `<namespace>:beat:<worker>` of those who live.
 
     Parameters:
         behind: Takes the rows of attempts that have ended and has them written soon; None: `close` writes them.
@@ -246,7 +256,7 @@ class RedisLedger:
         key = self._key(row.message_id)
         # The number of a row is its place in the list, so pushing it is what numbers it.
         number = self._open_script(
-            keys=[key, f"{self._namespace}:attempts"], args=[_written(row), self._kept.ms, self._kept.messages]
+            keys=[key, f"{self._namespace}:attempts"], args=[_written(row), self._kept.ms, self._kept.rows]
         )
         return replace(row, attempt=int(number))
 
@@ -283,7 +293,7 @@ class RedisLedger:
 
     def rows(self, message_id: str) -> list[Row]:
         texts = self._client.lrange(self._key(message_id), 0, -1)
-        return [_read(text, message_id, number) for number, text in enumerate(texts, start=1)]
+        return [_read(text, message_id, number) for number, text in enumerate(texts, start=1) if text]
 
     def count(self, worker: str, counts: Mapping[str, int]) -> None:
         # A key of its own for each worker: the living must not keep the dead.

@@ -264,8 +264,8 @@ def test_a_living_worker_does_not_keep_the_counts_of_a_dead_one(store: redis.Red
 
 @pytest.fixture(params=["memory", "redis"])
 def short_book(request: pytest.FixtureRequest) -> Ledger:
-    """A ledger that keeps the rows of three messages."""
-    kept = Kept(messages=3)
+    """A ledger that keeps four rows."""
+    kept = Kept(rows=4)
     return (
         MemoryLedger(kept=kept)
         if request.param == "memory"
@@ -273,12 +273,25 @@ def short_book(request: pytest.FixtureRequest) -> Ledger:
     )
 
 
-def test_of_more_messages_than_may_be_the_oldest_are_forgotten(short_book: Ledger) -> None:
-    for name in "abcab":
+def test_of_more_rows_than_may_be_the_oldest_are_forgotten_and_the_others_keep_their_numbers(
+    short_book: Ledger,
+) -> None:
+    def numbers() -> list[list[int]]:
+        return [[row.attempt for row in short_book.rows(name)] for name in "abc"]
+
+    first = short_book.open(replace(OPENED, message_id="a"))
+    for name in "baa":
         short_book.open(replace(OPENED, message_id=name))
-    assert [len(short_book.rows(name)) for name in "abc"] == [2, 2, 1], "attempts are no messages"
-    short_book.open(replace(OPENED, message_id="d"))
-    assert [len(short_book.rows(name)) for name in "abcd"] == [0, 2, 1, 1]
+    assert numbers() == [[1, 2, 3], [1], []]
+    short_book.open(replace(OPENED, message_id="c"))
+    assert numbers() == [[2, 3], [1], [1]], "of one message the oldest"
+    assert short_book.open(replace(OPENED, message_id="a")).attempt == 4
+    assert numbers() == [[2, 3, 4], [], [1]], "and a message with it, where it has no other"
+    for _ in range(4):
+        short_book.open(replace(OPENED, message_id="c"))
+    assert numbers() == [[], [], [2, 3, 4, 5]]
+    short_book.close(first)
+    assert numbers() == [[], [], [2, 3, 4, 5]], "what is forgotten stays so"
 
 
 def test_a_store_that_refuses_a_row_is_an_error(store: redis.Redis) -> None:
