@@ -39,7 +39,7 @@ from asyncworker.errors import (
     UnknownOutcome,
 )
 from asyncworker.identity import Identity
-from asyncworker.ledger import Ledger, Outcome, Row
+from asyncworker.ledger import Beat, Ledger, Outcome, Row
 from asyncworker.patience import patiently
 from asyncworker.phases import Phase, Phases, current_phases
 from asyncworker.session import Attempt
@@ -166,7 +166,7 @@ class Accounting:
     def _beat(self) -> None:
         if self._worker is not None:
             with contextlib.suppress(redis.RedisError):  # said by who has something to write
-                self._ledger.beat(self._worker, self._born_ms)
+                self._ledger.beat(self._worker, Beat(self._born_ms, now_ms()))
 
     def begin(self, message: MessageProxy, row: Row, *, at_once: bool, has_session: bool = False) -> Row:
         """Begin the account of the attempt that this thread begins.

@@ -109,6 +109,14 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Beat:
+    """What a worker process says of itself, in UNIX ms: when it began, and that it lived at a time."""
+
+    born_ms: int
+    at_ms: int
+
+
+@dataclass(frozen=True)
 class ClosedRow:
     """A row as Redis keeps it: the key of its message's list, its number there (0: it is the next), and its text."""
 
@@ -150,11 +158,11 @@ class Ledger(Protocol):
     def counts(self) -> dict[str, dict[str, int]]:
         """The last known counts of every worker process."""
 
-    def beat(self, worker: str, born_ms: int) -> None:
-        """Say that a worker process which began at that time lives, for `BEAT_MS`."""
+    def beat(self, worker: str, beat: Beat) -> None:
+        """Say that a worker process lives; this is known for `BEAT_MS`."""
 
-    def born_ms(self, worker: str) -> int | None:
-        """When the living worker process of that name began; None: none was heard of for `BEAT_MS`."""
+    def last_beat(self, worker: str) -> Beat | None:
+        """What the worker process of that name has said last; None: it was not heard of for `BEAT_MS`."""
 
 
 class MemoryLedger:
@@ -168,7 +176,7 @@ class MemoryLedger:
         self._rows: dict[str, list[Row | None]] = {}
         self._in_order: deque[tuple[str, int]] = deque()
         self._counts: dict[str, dict[str, int]] = {}
-        self._beats: dict[str, tuple[int, float]] = {}
+        self._beats: dict[str, tuple[Beat, float]] = {}
 
     def open(self, row: Row) -> Row:
         with self._lock:
@@ -213,12 +221,12 @@ class MemoryLedger:
         with self._lock:
             return {worker: dict(counts) for worker, counts in self._counts.items()}
 
-    def beat(self, worker: str, born_ms: int) -> None:
-        self._beats[worker] = born_ms, time.monotonic() + BEAT_MS / 1000
+    def beat(self, worker: str, beat: Beat) -> None:
+        self._beats[worker] = beat, time.monotonic() + BEAT_MS / 1000
 
-    def born_ms(self, worker: str) -> int | None:
-        born_ms, until = self._beats.get(worker, (0, 0.0))
-        return born_ms if time.monotonic() < until else None
+    def last_beat(self, worker: str) -> Beat | None:
+        beat, until = self._beats.get(worker, (None, 0.0))
+        return beat if time.monotonic() < until else None
 
 
 class RedisLedger:
@@ -313,12 +321,12 @@ class RedisLedger:
             self._client.srem(self._workers, *forgotten)
         return known
 
-    def beat(self, worker: str, born_ms: int) -> None:
-        self._client.set(f"{self._namespace}:beat:{worker}", born_ms, px=BEAT_MS)
+    def beat(self, worker: str, beat: Beat) -> None:
+        self._client.set(f"{self._namespace}:beat:{worker}", f"{beat.born_ms} {beat.at_ms}", px=BEAT_MS)
 
-    def born_ms(self, worker: str) -> int | None:
-        born_ms = self._client.get(f"{self._namespace}:beat:{worker}")
-        return None if born_ms is None else int(born_ms)
+    def last_beat(self, worker: str) -> Beat | None:
+        said = self._client.get(f"{self._namespace}:beat:{worker}")
+        return None if said is None else Beat(*map(int, said.split()))
 
     @property
     def _workers(self) -> str:

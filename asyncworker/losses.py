@@ -21,6 +21,7 @@ from dramatiq.middleware import Shutdown, SkipMessage
 from asyncworker.accounting import LOSSES_OPTION, NOTED_LOSSES_OPTION, now_ms
 from asyncworker.ledger import Ledger, Outcome, Row
 from asyncworker.middleware import Middleware, backlog_of, emit
+from asyncworker.redelivery import count_losses
 
 logger = logging.getLogger("asyncworker.worker")
 
@@ -58,6 +59,8 @@ class Losses(Middleware):
         return {MAX_LOSSES_OPTION}
 
     def before_process_message(self, broker: Broker, message: MessageProxy) -> None:
+        if getattr(message, "redelivered", False):
+            self._look_for_losses(broker, message)
         losses = message.options.get(LOSSES_OPTION, 0)
         if losses:
             most = self._most(broker, message)
@@ -88,6 +91,25 @@ class Losses(Middleware):
         most: int = message.options.get(MAX_LOSSES_OPTION, options.get(MAX_LOSSES_OPTION, self._max_losses))
         return most
 
+    def _look_for_losses(self, broker: Broker, message: MessageProxy) -> None:
+        """Count the losses of a message where its broker does not."""
+        most, error = self._most(broker, message), None
+        if not (is_away := backlog_of(broker).is_away):
+            try:
+                count_losses(
+                    self._ledger, message, most=most, gives_up=lambda: bool(getattr(broker, "is_stopping", False))
+                )
+            except redis.RedisError as refusal:
+                is_away, error = True, refusal
+        if is_away:
+            logger.warning(
+                "message %s (%s) is delivered again, and whether it was lost is not known: the ledger's store is away "
+                "(%s)",
+                message.message_id,
+                message.actor_name,
+                error,
+            )
+
     def _note(self, broker: Broker, message: MessageProxy, losses: int, most: int) -> None:
         """Tell the ledger, the log and the hooks; where the ledger's store is away, it is told when it is back."""
         row, backlog, error = None, backlog_of(broker), None
@@ -104,7 +126,7 @@ class Losses(Middleware):
             backlog.add((message.message_id, f"lost {losses}"), lambda: _close_later(self._ledger, later), error)
         logger.error(
             "message_id=%s actor=%s attempt=%s seed=%s outcome=lost phase=%s worker=%s losses=%d of %d: the worker "
-            "process died under it",
+            "process died under it%s",
             message.message_id,
             message.actor_name,
             row.attempt if row else None,
@@ -113,6 +135,7 @@ class Losses(Middleware):
             row.worker if row else None,
             losses,
             most,
+            "; it is dead-lettered" if losses >= most else "",
         )
         emit(broker, "after_lose_message", message, losses=losses, row=row)
 

@@ -158,6 +158,7 @@ class BrowserMiddleware(Middleware):
         self._runtime: Runtime | None = None
         self._accounting = Accounting(ledger)
         self._next_count = 0.0
+        self._counts_losses = False
 
     @property
     def actor_options(self) -> set[str]:
@@ -227,7 +228,9 @@ class BrowserMiddleware(Middleware):
         self._runtime.default_seed = self.deployment_seed
         self._runtime.steps, self._runtime.worker_id = self.steps, self.worker_id
         set_runtime(self._runtime, self._loop.loop)
-        self._accounting.start()
+        # Where the broker does not say what has begun, or who lives, the ledger has to.
+        self._counts_losses = bool(getattr(broker, "leaves_losses_to_ledger", False))
+        self._accounting.start(beats_as=self.worker_id if self._counts_losses else None)
         threading.Thread(target=self._sweep, name="asyncworker-sweep", daemon=True).start()
         self._runtime.limit(self.settings.slots or DEFAULT_SLOTS)
         if serves_sessions(broker, worker):
@@ -319,7 +322,7 @@ class BrowserMiddleware(Middleware):
             opened_ms=now_ms(),
         )
         has_session = bool(actor.options.get(SESSION_OPTION))
-        at_once = has_session or bool(message.options.get(LOSSES_OPTION))
+        at_once = has_session or self._counts_losses or bool(message.options.get(LOSSES_OPTION))
         row = self._accounting.begin(message, row, at_once=at_once, has_session=has_session)
         fence = self._fence(message, has_session)
         current_attempt.set(Attempt(row.seed, row.message_id, row.actor, row.attempt, fencing=fence))

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import redis
 
-from asyncworker import embedded
+from asyncworker import embedded, ledger
 from asyncworker.identity import MAX_SEED
-from asyncworker.ledger import KEPT, Kept, Ledger, MemoryLedger, Outcome, RedisLedger, Row
+from asyncworker.ledger import KEPT, Beat, Kept, Ledger, MemoryLedger, Outcome, RedisLedger, Row
 from tests.waiting import wait_until
 
 OPENED = Row(message_id="m1", attempt=1, actor="pages.title", seed=42, worker="host:7", opened_ms=1_000)
@@ -209,6 +209,19 @@ def test_counting_again_in_the_same_mapping_does_not_change_what_was_stored(book
     counts["contexts_opened"] = 9
     book.counts()["host:7"]["contexts_opened"] = 8
     assert book.counts() == {"host:7": {"contexts_opened": 1}}
+
+
+# who lives
+
+
+def test_a_worker_is_known_to_live_for_as_long_as_it_says_so(book: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "BEAT_MS", 150)
+    assert book.last_beat("host:7") is None
+    book.beat("host:7", Beat(10, 20))
+    book.beat("host:7", Beat(10, 1_020))
+    assert book.last_beat("host:7") == Beat(10, 1_020)
+    assert book.last_beat("host:8") is None
+    wait_until(lambda: book.last_beat("host:7") is None, "it was not heard of", timeout_ms=2_000)
 
 
 # what only a store does
