@@ -224,10 +224,13 @@ class Accounting:
             if not running.recorded and not running.failed:
                 self._record(running)
             elif running.phases.at is not running.told:
-                self._tell_phase(running)
+                try:
+                    self._tell_phase(running)
+                except redis.RedisError:
+                    return  # the row's end says it again, and a store that is away is asked once
 
     def _tell_phase(self, running: _Running) -> None:
-        with running.writing, contextlib.suppress(redis.RedisError):  # the row's end says it again
+        with running.writing:
             if running.recorded and not running.closed:
                 self._ledger.note(running.as_known(), at_any_cost=True)
 

@@ -67,7 +67,7 @@ class Backlog:
                 remedy(error) if error is not None else "",
             )
         if has_just_begun_to_drop:
-            logger.error("the ledger's store is away for long: of more than %d rows the oldest are lost", self._most)
+            logger.error("the ledger's store is away for long: of more than %d rows the oldest are dropped", self._most)
 
     def write(self) -> bool:
         """Write what waits, first to last, until the store refuses; True when nothing waits any more."""
@@ -95,9 +95,9 @@ class Backlog:
             if self._waiting:
                 return
             written, dropped, self._written, self._dropped = self._written, self._dropped, 0, 0
-        logger.warning("the ledger's store takes rows again: %d were written, %d were lost", written, dropped)
+        logger.warning("the ledger's store takes rows again: %d were written, %d were dropped", written, dropped)
 
     def stop(self) -> None:
         """The last try; what is left is told of."""
         if not self.write():
-            logger.error("the ledger's store is away: the rows of %d attempts are lost", len(self._waiting))
+            logger.error("the ledger's store is away, and this worker stops: %d rows are dropped", len(self._waiting))

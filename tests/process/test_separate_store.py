@@ -112,7 +112,7 @@ def test_workers_go_on_while_the_ledgers_store_is_away_say_so_and_repair_the_acc
             "the times of all phases",
         )
         assert worker.stop() == 0
-    assert ", 0 were lost" in worker.log
+    assert ", 0 were dropped" in worker.log
     assert worker.log.count("the ledger's store does not take rows") == 1
 
 

@@ -183,7 +183,7 @@ def test_messages_are_run_while_the_ledgers_store_is_away_and_their_rows_are_wri
     wait_until(lambda: not browsers.backlog.is_away, "nothing waits")
     assert [(row.attempt, row.outcome) for row in worker.rows(message)] == [(1, "failed"), (2, "succeeded")]
     assert caplog.text.count("the ledger's store does not take rows") == 1
-    assert "the ledger's store takes rows again: 2 were written, 0 were lost" in caplog.text
+    assert "the ledger's store takes rows again: 2 were written, 0 were dropped" in caplog.text
 
 
 def test_of_more_rows_than_may_be_kept_the_oldest_are_dropped_counted_and_told_of_once(
@@ -195,7 +195,7 @@ def test_of_more_rows_than_may_be_kept_the_oldest_are_dropped_counted_and_told_o
         backlog.add(number, lambda number=number: written.append(number))  # type: ignore[misc]
     backlog.add(3, lambda: written.append(33))
     assert (backlog.dropped, backlog.is_away) == (2, True)
-    assert caplog.text.count("the oldest are lost") == 1
+    assert caplog.text.count("the oldest are dropped") == 1
     assert backlog.write()
     assert (written, backlog.is_away) == ([33, 4], False)
 
