@@ -127,6 +127,7 @@ def test_a_loss_is_counted_while_the_ledgers_store_is_away_and_is_in_the_ledger_
         (other,) = apart.send(2)
         apart.wait_for_notes(2)
         apart.server.start()
+        second.wait_for_log("the ledger's store takes rows again")
         wait_until(lambda: apart.rows([message], of=lambda row: row.outcome) == [["lost"]], "its row is closed")
         apart.are_done([other])
         assert second.stop() == 0
