@@ -37,7 +37,7 @@ ERROR = 'TimeoutError: Page.goto: Timeout 30000ms exceeded.\nCall log:\n  - navi
 
 
 def measure(options: argparse.Namespace) -> Report:
-    count = 20_000 if options.quick else options.rows
+    count = 10_000 if options.quick else options.rows
     figures = {}
     for name, again in (("each succeeds", 0.0), ("one of ten is run again", 0.1)):
         figures[name] = bytes_of_a_row(count, again=again)
