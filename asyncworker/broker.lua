@@ -280,13 +280,13 @@ function commands.nack(id)
 end
 
 -- Notes that there are rows, each by its message's key and its number, and forgets the oldest where there are more than
--- may be. The ledger does the same for rows that it opens (ledger.lua).
+-- may be, a thousand at once at most. The ledger does the same for rows that it opens (ledger.lua).
 local function remember(rows, kept_ms, most)
     if #rows == 0 then return end
     local order = string.match(rows[1][1], "^(.*):")
     for _, row in ipairs(rows) do redis.call("rpush", order, string.sub(row[1], #order + 2) .. " " .. row[2]) end
     redis.call("pexpire", order, kept_ms)
-    for _ = 1, redis.call("llen", order) - most do
+    for _ = 1, math.min(1000, redis.call("llen", order) - most) do
         local id, oldest = string.match(redis.call("lpop", order), "^(.*) (%d+)$")
         local key = id and order .. ":" .. id
         if key and redis.call("llen", key) <= tonumber(oldest) then
