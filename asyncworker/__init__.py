@@ -4,7 +4,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
 
     errors, identity, urls, stores, settings     core: no queue, no browser library
     ending                                      who still calls a session that is over is told so
-    ledger                                      the account of attempts
+    phases, ledger                              where an attempt is and for how long; the account of attempts
     shielding, threads                          work that ends although its waiter is cancelled, or that blocks
     fencing, step_records, once                 which attempt is the latest; steps that are done once
     visitor                                     who a message was when it first ran
@@ -17,9 +17,9 @@ A map, top to bottom; each file may import what stands above it in its group or 
     connecting, patience                        how it is reached, and waited for
     settling, heartbeat, alarm                  what is done is told together; who lives; what is due
     unique, at_most_once                        messages that are there once, and such as begin once
-    attempt_log, accounting                     a log line and a row for each attempt
+    attempt_log, backlog, accounting            a log line and a row for each attempt, also while the store is away
     middleware, time_limit, watchdog            what fires when; how long code may run, and what if it does not end
-    losses, retries, fitness                    which messages are run again; what a worker needs
+    redelivery, losses, retries, fitness        which messages are run again; what a worker needs
     prefetch, supervised                        how much it takes; what stands above it, and hears that it is ready
     consumer                                    what takes messages off a queue
     exchange, delivery                          how a producer asks the store, and has it take messages

@@ -5,15 +5,20 @@ is closed with the outcome. There a message is also compared with who it was whe
 
 Where an actor has no session its attempts may be short beside a round trip to the store: their row is opened with the
 first session that the code itself opens, or after a second, and else written with the outcome.
+
+What phase an attempt is at is written with its row, with its identity, and once a second where that is another by then:
+no message waits for it. How long a context took to close is written behind, since no result waits for that either.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
 import traceback
+from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +29,7 @@ from dramatiq.middleware import Shutdown, TimeLimitExceeded
 
 from asyncworker.at_most_once import was_cut_off
 from asyncworker.attempt_log import AttemptLog
+from asyncworker.backlog import Backlog
 from asyncworker.errors import (
     BrowserCrashed,
     BrowserRecycled,
@@ -33,8 +39,9 @@ from asyncworker.errors import (
     UnknownOutcome,
 )
 from asyncworker.identity import Identity
-from asyncworker.ledger import Ledger, Outcome, Row
+from asyncworker.ledger import Beat, Ledger, Outcome, Row
 from asyncworker.patience import patiently
+from asyncworker.phases import Phase, Phases, current_phases
 from asyncworker.session import Attempt
 from asyncworker.threads import in_thread
 from asyncworker.visitor import Visitor, change
@@ -57,8 +64,8 @@ LOSSES_OPTION = "losses"
 #: How many of these the ledger and the log have: a retry, which keeps its options, was not lost again.
 NOTED_LOSSES_OPTION = "noted_losses"
 
-#: What an attempt is at once its page is ready.
-CODE_PHASE = "code"
+#: Of so many attempts that have ended it is waited for how long their context takes to close.
+MOST_CLOSING = 1_000
 
 #: As many frames as Dramatiq's retries keep.
 FRAMES = 30
@@ -70,9 +77,12 @@ class _Running:
 
     message: MessageProxy
     row: Row
-    #: True when the ledger has the row; `failed` when its store did not take it.
+    phases: Phases
+    #: True when the ledger has the row; `failed` when its store did not take it: then the backlog has it.
     recorded: bool = False
     failed: bool = False
+    #: The phase that the ledger knows of.
+    told: Phase | None = None
     #: Who the message was when it first ran; None: this is the first time, or no one knows.
     before: Visitor | None = None
     generation: int | None = None
@@ -87,6 +97,12 @@ class _Running:
     @property
     def key(self) -> tuple[str, int]:
         return self.row.message_id, self.row.attempt
+
+    def as_known(self) -> Row:
+        """The row of the attempt that runs, with the phase that it is at."""
+        self.told = self.phases.at
+        self.row = replace(self.row, generation=self.generation, phase=self.told)
+        return self.row
 
     def concerns(self, identity: Identity) -> bool:
         """True for the message's own identity: code may open sessions of other seeds beside it."""
@@ -105,37 +121,65 @@ class _Running:
 
 
 class Accounting:
-    """The open attempts of this process."""
+    """The open attempts of this process.
+
+    Attributes:
+        backlog: What the ledger's store did not take.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
+        self.backlog = Backlog()
         self._ledger = ledger
+        self._born_ms = now_ms()
+        self._worker: str | None = None
+        self._closing: deque[tuple[Row, Phases]] = deque(maxlen=MOST_CLOSING)
         self._thread = threading.local()
         self._stopping = threading.Event()
         self._open: dict[tuple[str | None, int], _Running] = {}
         self._log = AttemptLog()
 
-    def start(self) -> None:
-        """Look for attempts that run for long, until `stop`."""
+    def start(self, *, beats_as: str | None = None) -> None:
+        """Look for attempts that run for long, until `stop`.
+
+        Parameters:
+            beats_as: The worker's name, where the ledger has to know that it lives.
+        """
         self._stopping.clear()
+        self._worker, self._born_ms = beats_as, now_ms()
+        self._beat()
         threading.Thread(target=self._look_for_late, name="asyncworker-accounting", daemon=True).start()
 
     def stop(self) -> None:
         self._stopping.set()
         self._log.next_period()
+        self.backlog.stop()
+        self._tell_closed()
 
     def _look_for_late(self) -> None:
         while not self._stopping.wait(LATE_MS / 1000):
             self._log.next_period()
-            self.record_late(at_ms=now_ms())
+            self._beat()
+            if self.backlog.write():
+                self.record_late(at_ms=now_ms())
+                self._tell_closed()
 
-    def begin(self, message: MessageProxy, row: Row, *, at_once: bool) -> Row:
+    def _beat(self) -> None:
+        if self._worker is not None:
+            with contextlib.suppress(redis.RedisError):  # said by who has something to write
+                self._ledger.beat(self._worker, Beat(self._born_ms, now_ms()))
+
+    def begin(self, message: MessageProxy, row: Row, *, at_once: bool, has_session: bool = False) -> Row:
         """Begin the account of the attempt that this thread begins.
 
         Parameters:
             row: Numbered as far as the message knows.
             at_once: Open it in the ledger, too; the returned one has its number there.
+            has_session: It waits for a session first.
         """
-        running = self._thread.running = _Running(message, row, before=Visitor.in_options(message.options))
+        phases = Phases(has_session=has_session)
+        current_phases.set(phases)
+        running = _Running(message, row, phases, before=Visitor.in_options(message.options))
+        self._thread.running = running
         if at_once:
             self._record(running)
         self._open[running.key] = running
@@ -146,7 +190,10 @@ class Accounting:
         with running.writing:
             if running.closed or running.recorded:
                 return
-            row = running.row
+            if self.backlog.is_away:
+                self._put_off(running)
+                return
+            row = running.as_known()
             try:
                 running.row, running.recorded = self._ledger.open(row), True
                 if running.before is None and running.row.attempt > 1:
@@ -155,14 +202,50 @@ class Accounting:
                     if running.before is not None:
                         running.before.write(running.message.options)
             except redis.RedisError as error:
-                running.failed = True
-                logger.warning("attempt of message %s is not in the ledger: %s", row.message_id, error)
+                self._put_off(running, error)
+
+    def _put_off(self, running: _Running, error: BaseException | None = None) -> None:
+        """Have the row written when the store takes it, as it is known then."""
+        running.failed = True
+        self.backlog.add(running.begun_as, lambda: self._mend(running), error)
+
+    def _mend(self, running: _Running) -> None:
+        with running.writing:
+            row = running.row if running.closed else running.as_known()
+            if running.closed and row.phases:  # its context may have closed meanwhile
+                row = replace(row, phases=running.phases.ms())
+            running.row, running.recorded = self._ledger.mend(row), True
 
     def record_late(self, *, at_ms: int) -> None:
         """Open the rows of attempts that run for long and have none yet."""
         for running in list(self._open.values()):
-            if not running.recorded and not running.failed and at_ms - running.row.opened_ms >= LATE_MS:
+            if at_ms - running.row.opened_ms < LATE_MS:
+                continue
+            if not running.recorded and not running.failed:
                 self._record(running)
+            elif running.phases.at is not running.told:
+                try:
+                    self._tell_phase(running)
+                except redis.RedisError:
+                    return  # the row's end says it again, and a store that is away is asked once
+
+    def _tell_phase(self, running: _Running) -> None:
+        with running.writing:
+            if running.recorded and not running.closed:
+                self._ledger.note(running.as_known(), at_any_cost=True)
+
+    def _tell_closed(self) -> None:
+        """Write how long the contexts of attempts took to close that had ended before."""
+        for _ in range(len(self._closing)):
+            row, phases = self._closing.popleft()
+            if phases.is_closing:  # for so long at most as it may take
+                self._closing.append((row, phases))
+                continue
+            try:
+                self._ledger.note(replace(row, phases=phases.ms()), at_any_cost=True)
+            except redis.RedisError:
+                self._closing.append((row, phases))
+                return  # a store that is away is asked once
 
     async def numbered(self, attempt: Attempt) -> Attempt:
         """The attempt with its number in the ledger, where its row is opened now if it has none yet."""
@@ -182,7 +265,7 @@ class Accounting:
         if running.has_met or not running.concerns(identity):
             return
         running.has_met = True
-        running.row = replace(running.row, generation=generation, phase=CODE_PHASE)
+        running.as_known()
         changed = change(running.before, identity)
         if changed is not None:
             logger.warning("message %s (%s): %s", running.row.message_id, running.row.actor, changed)
@@ -197,6 +280,7 @@ class Accounting:
         """Close the row of this thread's attempt; False when it has begun none."""
         running: _Running | None = getattr(self._thread, "running", None)
         self._thread.running = None
+        current_phases.set(None)
         if running is None:  # skipped before its attempt began
             return False
         for key in (running.key, running.begun_as):
@@ -204,19 +288,35 @@ class Accounting:
         error = _sentence(exception) if exception is not None else None
         with running.writing:
             running.closed = True
-            is_open = running.recorded or running.failed
-            row = replace(
+            number, phases = running.row.attempt, running.phases
+            is_closing = phases.is_closing
+            row = running.row = replace(
                 running.row,
-                attempt=running.row.attempt if is_open else 0,
+                attempt=number if running.recorded else 0,
                 closed_ms=at_ms,
                 outcome=outcome,
                 generation=running.generation,
                 error=error,
+                phase=phases.reached if phases.ms() else None,
+                phases=phases.ms(),
             )
-        self._log.ended(row, running.row.attempt)
-        if not running.failed:
-            patiently(lambda: self._ledger.close(row), "close the row of an attempt")
+        self._log.ended(row, number)
+        self._close_in_ledger(running, row)
+        if is_closing and row.attempt:
+            self._closing.append((row, phases))
         return True
+
+    def _close_in_ledger(self, running: _Running, row: Row) -> None:
+        """Have the row written, for which no message waits: not even where the store is away."""
+        # What is known of a row goes one way: a ledger that writes behind may have more of it to write before its end.
+        is_on_its_way = self._ledger.writes_behind and running.recorded
+        if self.backlog.is_away and not is_on_its_way:
+            self._put_off(running)
+            return
+        try:
+            self._ledger.close(row)
+        except redis.RedisError as error:
+            self._put_off(running, error)
 
     def _note(self, running: _Running) -> None:
         if running.recorded and not running.closed:

@@ -9,6 +9,9 @@ from asyncworker.ledger import Outcome, Row
 
 logger = logging.getLogger("asyncworker.worker")
 
+#: Where the code began later than this the line says what the attempt was at meanwhile, as where it failed.
+SLOW_MS = 1_000
+
 #: So many attempts of a period that did without a browser and succeeded have a line each; the others are summed up. A
 #: line takes longer to write than a short attempt takes, and no one reads thousands.
 LINES = 20
@@ -28,7 +31,7 @@ class AttemptLog:
         if _may_be_summed(row) and self._is_summed(row):
             return
         logger.info(
-            "message_id=%s actor=%s attempt=%d seed=%s%s browser=%s outcome=%s ms=%s",
+            "message_id=%s actor=%s attempt=%d seed=%s%s browser=%s outcome=%s ms=%s%s",
             row.message_id,
             row.actor,
             number,
@@ -37,6 +40,7 @@ class AttemptLog:
             row.generation,
             row.outcome,
             row.took_ms,
+            _phases(row),
         )
 
     def next_period(self) -> None:
@@ -61,6 +65,14 @@ class AttemptLog:
             count, took_ms = self._summed.get(row.actor, (0, 0))
             self._summed[row.actor] = count + 1, took_ms + (row.took_ms or 0)
             return True
+
+
+def _phases(row: Row) -> str:
+    before_code_ms = sum(row.phases[:3])
+    if not row.phases or (row.outcome is Outcome.succeeded and before_code_ms < SLOW_MS):
+        return ""
+    times = ",".join(f"{phase}:{took_ms}" for phase, took_ms in row.phases_ms.items())
+    return f" phase={row.phase} phases_ms={times}"
 
 
 def _may_be_summed(row: Row) -> bool:

@@ -279,19 +279,26 @@ function commands.nack(id)
     return 1
 end
 
--- Notes that messages have their first rows, and forgets the rows of the oldest where there are more messages than may
--- be. The ledger does the same for rows that it opens (ledger.lua).
-local function remember(keys, kept_ms, most)
-    if #keys == 0 then return end
-    local order = string.match(keys[1], "^(.*):")
-    redis.call("rpush", order, unpack(keys))
+-- Notes that there are rows, each by its message's key and its number, and forgets the oldest where there are more than
+-- may be, a thousand at once at most. The ledger does the same for rows that it opens (ledger.lua).
+local function remember(rows, kept_ms, most)
+    if #rows == 0 then return end
+    local order = string.match(rows[1][1], "^(.*):")
+    for _, row in ipairs(rows) do redis.call("rpush", order, string.sub(row[1], #order + 2) .. " " .. row[2]) end
     redis.call("pexpire", order, kept_ms)
-    local more = redis.call("llen", order) - most
-    if more > 0 then redis.call("del", unpack(redis.call("lpop", order, more))) end
+    for _ = 1, math.min(1000, redis.call("llen", order) - most) do
+        local id, oldest = string.match(redis.call("lpop", order), "^(.*) (%d+)$")
+        local key = id and order .. ":" .. id
+        if key and redis.call("llen", key) <= tonumber(oldest) then
+            redis.call("del", key)
+        elseif key then  -- the number of a row is its place, so a forgotten one leaves it empty
+            redis.call("lset", key, oldest - 1, "")
+        end
+    end
 end
 
 -- Writes the row of an attempt that has ended in its place, or as the next; writing it again changes nothing. Returns
--- why it was refused, if it was. Where it is the first of its message, that is added to `new`.
+-- why it was refused, if it was. Where it is the next, its key and its number are added to `new`.
 local function close_row(key, number, text, kept_ms, new)
     local answer
     if number > 0 then
@@ -300,7 +307,7 @@ local function close_row(key, number, text, kept_ms, new)
         answer = redis.pcall("lindex", key, -1)
         if answer ~= text and not (type(answer) == "table" and answer.err) then
             answer = redis.pcall("rpush", key, text)
-            if answer == 1 then new[#new + 1] = key end
+            if type(answer) == "number" then new[#new + 1] = {key, answer} end
         end
     end
     local refusal = type(answer) == "table" and answer.err
@@ -312,7 +319,7 @@ local function close_row(key, number, text, kept_ms, new)
 end
 
 -- settle(command, count, id x count, kept_ms, most, key, number, text, key, number, text, ...): acks or nacks ids and
--- closes rows, of which those of so many messages are kept for so long. Answers for each id as the command does, and
+-- closes rows, of which so many are kept for so long. Answers for each id as the command does, and
 -- then with the position and the reason of each row refused.
 --
 -- The ids come first: a store that is full takes what makes room, and then in the same script the rows, too.

@@ -20,6 +20,8 @@ from dramatiq.middleware import (
 from dramatiq.middleware import Middleware as DramatiqMiddleware
 from dramatiq.results import Results
 from dramatiq.results.backend import ResultBackend
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from asyncworker.connecting import connect
 from asyncworker.errors import BrokerUnavailable, ConfigurationError
@@ -43,6 +45,10 @@ from asyncworker.watchdog import Watchdog
 
 #: The deployment's seed, drawn by whoever asks first.
 SEED_KEY = "asyncworker:seed"
+
+#: A store of the ledger that is not the broker, too, is away when it has not answered once for this long.
+LEDGER_TIMEOUT_S = 2.0
+ONCE = Retry(NoBackoff(), 0)
 
 
 def get_broker(settings: Settings | None = None) -> ProducerBroker:
@@ -134,14 +140,17 @@ def _make_rabbitmq_broker(settings: Settings, url: SecretUrl) -> ProducerBroker:
 
 def _add_middleware_with_store(broker: ProducerBroker, settings: Settings, url: SecretUrl) -> None:
     """The same middleware, whose data lie in a store that is not the broker."""
-    client = connect(settings.model_copy(update={"broker_url": url}))
+    own = settings.model_copy(update={"broker_url": url})
+    client = connect(own)
+    # No message waits for its row for long: what a store that is away does not take is kept, and written later.
+    impatient = connect(own, socket_timeout=LEDGER_TIMEOUT_S, socket_connect_timeout=LEDGER_TIMEOUT_S, retry=ONCE)
 
     def draw_seed() -> int:
         with contextlib.closing(Exchange(client.connection_pool)) as exchange:
             return _stored_seed(broker, exchange, str(url))
 
     patience = broker.patience if isinstance(broker, WorkerBroker) else None
-    ledger, results = RedisLedger(client, kept=kept(settings)), PatientResults(client=client, patience=patience)
+    ledger, results = RedisLedger(impatient, kept=kept(settings)), PatientResults(client=client, patience=patience)
     for middleware in middleware_in_order(
         settings, ledger=ledger, results=results, draw_seed=draw_seed, step_records=RedisStepRecords(client)
     ):
@@ -150,7 +159,7 @@ def _add_middleware_with_store(broker: ProducerBroker, settings: Settings, url: 
 
 def kept(settings: Settings) -> Kept:
     """How much the ledger of a deployment keeps."""
-    return Kept(settings.ledger_age_ms, settings.ledger_messages)
+    return Kept(settings.ledger_age_ms, settings.ledger_rows)
 
 
 def middleware_in_order(

@@ -25,6 +25,7 @@ from asyncworker.errors import BrowserCrashed, EngineError, ExitDrifted, ForkedB
 from asyncworker.generation import Clock, Generation, Lease, LoopClock
 from asyncworker.identity import Identity
 from asyncworker.launching import Launcher
+from asyncworker.phases import Phase, enter
 from asyncworker.recycling import Recycler
 from asyncworker.settings import Settings
 from asyncworker.shielding import shielded
@@ -138,7 +139,9 @@ class BrowserHost:
         A browser that dies before that has run none of the message's code: the message takes the next one.
         """
         for dead in range(MOST_DEAD_BROWSERS + 1):
+            enter(Phase.wait)
             generation = await self._acquire(identity)
+            enter(Phase.context)
             try:
                 lease = await self._contexts.open(generation, identity, options)
             except (BrowserCrashed, ExitDrifted) as error:
@@ -180,10 +183,10 @@ class BrowserHost:
         name, wait_ms = self.engine.name, self._settings.browser_wait_ms
         said = f"within {wait_ms} ms (ASYNCWORKER_BROWSER_WAIT_MS)"
         if key in self._launches:
-            return PhaseTimeout(f"{name} did not come up {said}; see the log", phase="launch", engine=name)
+            return PhaseTimeout(f"{name} did not come up {said}; see the log", phase=Phase.launch, engine=name)
         return PhaseTimeout(
             f"no {name} browser was free {said}; lower --threads or raise ASYNCWORKER_MAX_BROWSERS",
-            phase="wait",
+            phase=Phase.wait,
             engine=name,
         )
 
@@ -215,9 +218,11 @@ class BrowserHost:
         if task is None and key not in self._live and self._make_room(key):
             task = self._begin_launch(key, identity)
         if task is not None and key not in self._live:
+            enter(Phase.launch)
             # Shielded: a message that gives up must not take the launch from the others that wait for it.
             await asyncio.shield(task)
             return
+        enter(Phase.wait)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.browser_wait_ms * FAIR_PART / 1000):
                 await self._changed.wait()

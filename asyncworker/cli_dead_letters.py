@@ -309,12 +309,20 @@ def _print_letter(letter: Letter, rows: list[Row]) -> None:
         say(
             f"attempt {row.attempt}: {row.outcome} on {row.worker} at {_at(row.opened_ms)}, {took}"
             + (who if row.identity else "")
+            + _phases(row)
             + (f": {' '.join(row.error.split())}" if row.error else "")
         )
     if letter.message and not rows:
         say("attempts: the ledger knows none; it keeps them for a day, and workers of plain Dramatiq write none")
     if letter.traceback is not None:
         say(cut(letter.traceback).rstrip())
+
+
+def _phases(row: Row) -> str:
+    if not row.phase:
+        return ""
+    times = ", ".join(f"{phase} {took_ms} ms" for phase, took_ms in row.phases_ms.items())
+    return f", in phase {row.phase}" + (f" ({times})" if times else "")
 
 
 def _shown(letter: Letter, facts: dict[str, Any]) -> Iterator[tuple[str, str]]:

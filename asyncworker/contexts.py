@@ -19,6 +19,7 @@ from asyncworker.engines import Engine, Fault
 from asyncworker.errors import PhaseTimeout
 from asyncworker.generation import Generation, Lease, crashed, drifted
 from asyncworker.identity import Identity
+from asyncworker.phases import Phase
 from asyncworker.settings import Settings
 from asyncworker.shielding import shielded
 
@@ -179,8 +180,8 @@ class Contexts:
         generation.wedged = True
         self._retire(generation)
 
-    async def _step(self, generation: Generation, phase: str, step: Awaitable[T]) -> T:
-        """Await one step of opening, bounded; name the phase and the browser in what it raises."""
+    async def _step(self, generation: Generation, what: str, step: Awaitable[T]) -> T:
+        """Await one step of opening, bounded; name what was to be opened and the browser in what it raises."""
         limit_ms = self._settings.context_timeout_ms
         doing: asyncio.Future[Any] = asyncio.ensure_future(step)
         doing.add_done_callback(lambda done: done.cancelled() or done.exception())  # read, also when too late
@@ -191,9 +192,9 @@ class Contexts:
                 raise crashed(self._engine.name, generation)
             self._wedged(generation)  # it does not answer: the next message gets another browser
             raise PhaseTimeout(
-                f"{self._engine.name} opened no {phase} within {limit_ms} ms (ASYNCWORKER_CONTEXT_TIMEOUT_MS); "
+                f"{self._engine.name} opened no {what} within {limit_ms} ms (ASYNCWORKER_CONTEXT_TIMEOUT_MS); "
                 f"browser {generation.number} is replaced",
-                phase=phase,
+                phase=Phase.context,
                 engine=self._engine.name,
                 generation=generation.number,
             )

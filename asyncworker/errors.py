@@ -174,8 +174,12 @@ class EngineError(AsyncworkerError):
 class LaunchFailed(EngineError):
     """The browser did not start; run `asyncworker doctor`.
 
+    Its `phase` is `launch`, as that of a PhaseTimeout while a message waits for one.
+
     Not raised when a running browser dies: that is BrowserCrashed.
     """
+
+    phase = "launch"
 
 
 class EngineMissing(LaunchFailed):
@@ -210,7 +214,7 @@ class ExitDrifted(EngineError):
 class PhaseTimeout(EngineError, TimeoutError):
     """A step of the runtime took too long; the message is retried, or set its ASYNCWORKER_..._TIMEOUT_MS higher.
 
-    `phase` names the step: `wait` (for a slot or a browser that is free), `launch`, `context` or `page`.
+    `phase` names the step: `wait` (for a slot or a browser that is free), `launch`, or `context` (with its page).
 
     Not raised for the actor's own code: that is Dramatiq's TimeLimitExceeded, whose time begins when the page is open,
     or Playwright's TimeoutError. Nor for a context that does not close: that costs its browser, and no message.

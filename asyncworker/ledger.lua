@@ -1,13 +1,21 @@
--- Opens the row of an attempt: KEYS = {list of the message's rows, list of the messages that have rows, in order},
--- ARGV = {text, how long rows are kept in ms, of how many messages at most}; returns the row's number.
+-- Opens the row of an attempt: KEYS = {list of the message's rows, list of all rows in order}, ARGV = {text, how long
+-- rows are kept in ms, how many of them at most}; returns the row's number.
 --
--- Of the oldest messages the rows are forgotten where there are more than may be; broker.lua does the same.
+-- Of more rows than may be the oldest are forgotten, a thousand at once at most; broker.lua does the same.
 
 local number = redis.call("rpush", KEYS[1], ARGV[1])
 redis.call("pexpire", KEYS[1], ARGV[2])
-if number == 1 then
-    redis.call("rpush", KEYS[2], KEYS[1])
-    redis.call("pexpire", KEYS[2], ARGV[2])
-    while redis.call("llen", KEYS[2]) > tonumber(ARGV[3]) do redis.call("del", redis.call("lpop", KEYS[2])) end
+redis.call("rpush", KEYS[2], string.sub(KEYS[1], #KEYS[2] + 2) .. " " .. number)
+redis.call("pexpire", KEYS[2], ARGV[2])
+for _ = 1, math.min(1000, redis.call("llen", KEYS[2]) - tonumber(ARGV[3])) do
+    local id, oldest = string.match(redis.call("lpop", KEYS[2]), "^(.*) (%d+)$")
+    if id then
+        local key = KEYS[2] .. ":" .. id
+        if redis.call("llen", key) <= tonumber(oldest) then
+            redis.call("del", key)
+        else  -- the number of a row is its place, so a forgotten one leaves it empty
+            redis.call("lset", key, oldest - 1, "")
+        end
+    end
 end
 return number

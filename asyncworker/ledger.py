@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import json
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
+
+from asyncworker.phases import Phase
 
 _OPEN_SCRIPT = (Path(__file__).parent / "ledger.lua").read_text()
 
@@ -23,11 +27,11 @@ class Kept:
 
     Attributes:
         ms: A message's rows and a worker's counts are kept this long after their last change.
-        messages: Of the oldest messages the rows are forgotten where there are more than so many.
+        rows: Of more rows than so many the oldest are forgotten; newer ones of their message keep their numbers.
     """
 
     ms: int = 24 * 3_600_000
-    messages: int = 1_000_000
+    rows: int = 1_500_000
 
 
 KEPT = Kept()
@@ -47,6 +51,9 @@ class Outcome(StrEnum):
     rejected = "rejected"  # no retry can help, or none is left
 
 
+#: Who was heard of within so many ms lives; a worker says so each second.
+BEAT_MS = 4_000
+
 #: Rows that are written at once: what follows may end this process, too.
 AT_ONCE = (Outcome.running, Outcome.lost)
 
@@ -60,7 +67,10 @@ class Row:
             draw none.
         drawn_by: Which version of what drew that identity.
         identity_changed: True when the seed was another visitor on an earlier attempt, or on an earlier run.
-        phase: What the attempt was at when that was last written: `code` once its page was ready.
+        phase: What the attempt was at when that was last written, which is known to a second; how far it came, when it
+            is closed.
+        phases: The ms in each of the phases, in the order of `Phase`, once the row is closed; that of the close comes a
+            second after it. Empty where there was no session.
     """
 
     message_id: str
@@ -77,6 +87,7 @@ class Row:
     drawn_by: str | None = None
     identity_changed: bool = False
     phase: str | None = None
+    phases: tuple[int, ...] = ()
 
     def closed(self, outcome: Outcome, at_ms: int) -> Row:
         """The row at its end."""
@@ -86,6 +97,23 @@ class Row:
     def took_ms(self) -> int | None:
         """Duration in ms; None while it runs."""
         return None if self.closed_ms is None else self.closed_ms - self.opened_ms
+
+    @property
+    def phases_ms(self) -> dict[str, int]:
+        """The known durations by phase."""
+        return {str(phase): took_ms for phase, took_ms in zip(Phase, self.phases, strict=False)}
+
+    def is_of(self, other: Row) -> bool:
+        """True when both are of the same attempt, whatever its number."""
+        return (self.message_id, self.worker, self.opened_ms) == (other.message_id, other.worker, other.opened_ms)
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a worker process says of itself, in UNIX ms: when it began, and that it lived at a time."""
+
+    born_ms: int
+    at_ms: int
 
 
 @dataclass(frozen=True)
@@ -101,6 +129,10 @@ class ClosedRow:
 class Ledger(Protocol):
     """What both ledgers do."""
 
+    @property
+    def writes_behind(self) -> bool:
+        """True when the rows of attempts that have ended, and notes, are written soon, in order, and none waits."""
+
     def open(self, row: Row) -> Row:
         """Append a row; the returned one has its attempt number, counted from 1 within its message."""
 
@@ -111,8 +143,11 @@ class Ledger(Protocol):
         attempt is 0 was never opened: it becomes the message's next.
         """
 
-    def note(self, row: Row) -> None:
-        """Have what is known of a running attempt written soon, where that costs no round trip; else nothing."""
+    def note(self, row: Row, *, at_any_cost: bool = False) -> None:
+        """Have what is known of an attempt written soon, where that costs no round trip; else only `at_any_cost`."""
+
+    def mend(self, row: Row) -> Row:
+        """Write a row of which it is not known whether it was opened; the returned one has its attempt number."""
 
     def rows(self, message_id: str) -> list[Row]:
         """The rows of one message, first attempt first; empty when none is known."""
@@ -123,24 +158,41 @@ class Ledger(Protocol):
     def counts(self) -> dict[str, dict[str, int]]:
         """The last known counts of every worker process."""
 
+    def beat(self, worker: str, beat: Beat) -> None:
+        """Say that a worker process lives; this is known for `BEAT_MS`."""
+
+    def last_beat(self, worker: str) -> Beat | None:
+        """What the worker process of that name has said last; None: it was not heard of for `BEAT_MS`."""
+
 
 class MemoryLedger:
     """A ledger that ends with its process: for tests."""
 
+    writes_behind = False
+
     def __init__(self, *, kept: Kept = KEPT) -> None:
         self._kept = kept
         self._lock = threading.Lock()
-        self._rows: dict[str, list[Row]] = {}
+        self._rows: dict[str, list[Row | None]] = {}
+        self._in_order: deque[tuple[str, int]] = deque()
         self._counts: dict[str, dict[str, int]] = {}
+        self._beats: dict[str, tuple[Beat, float]] = {}
 
     def open(self, row: Row) -> Row:
         with self._lock:
             rows = self._rows.setdefault(row.message_id, [])
             opened = replace(row, attempt=len(rows) + 1)
             rows.append(opened)
-            while len(self._rows) > self._kept.messages:
-                del self._rows[next(iter(self._rows))]
+            self._in_order.append((row.message_id, opened.attempt))
+            while len(self._in_order) > self._kept.rows:
+                self._forget(*self._in_order.popleft())
             return opened
+
+    def _forget(self, message_id: str, number: int) -> None:
+        rows = self._rows[message_id]
+        rows[number - 1] = None
+        if number == len(rows):
+            del self._rows[message_id]
 
     def close(self, row: Row) -> None:
         if row.attempt == 0:
@@ -148,15 +200,18 @@ class MemoryLedger:
             return
         with self._lock:
             rows = self._rows.get(row.message_id, [])
-            if 1 <= row.attempt <= len(rows):
+            if 1 <= row.attempt <= len(rows) and rows[row.attempt - 1] is not None:
                 rows[row.attempt - 1] = row
 
-    def note(self, row: Row) -> None:
+    def note(self, row: Row, *, at_any_cost: bool = False) -> None:
         self.close(row)
+
+    def mend(self, row: Row) -> Row:
+        return _mend(self, row)
 
     def rows(self, message_id: str) -> list[Row]:
         with self._lock:
-            return list(self._rows.get(message_id, ()))
+            return [row for row in self._rows.get(message_id, ()) if row is not None]
 
     def count(self, worker: str, counts: Mapping[str, int]) -> None:
         with self._lock:
@@ -166,13 +221,21 @@ class MemoryLedger:
         with self._lock:
             return {worker: dict(counts) for worker, counts in self._counts.items()}
 
+    def beat(self, worker: str, beat: Beat) -> None:
+        self._beats[worker] = beat, time.monotonic() + BEAT_MS / 1000
+
+    def last_beat(self, worker: str) -> Beat | None:
+        beat, until = self._beats.get(worker, (None, 0.0))
+        return beat if time.monotonic() < until else None
+
 
 class RedisLedger:
     """A ledger in the broker's store.
 
-    Keys: a list `<namespace>:attempts:<message_id>` of JSON rows, the list `<namespace>:attempts` of these keys in
-    the order in which they began, a JSON object `<namespace>:counts:<worker>`, and
-    the set `<namespace>:workers` of those who have counted.
+    Keys: a list `<namespace>:attempts:<message_id>` of JSON rows, empty where one is forgotten; the list
+    `<namespace>:attempts` of all rows as `<message_id> <number>`, oldest first; a JSON object
+    `<namespace>:counts:<worker>`; the set `<namespace>:workers` of those who have counted; and
+    `<namespace>:beat:<worker>` of those who live.
 
     Parameters:
         behind: Takes the rows of attempts that have ended and has them written soon; None: `close` writes them.
@@ -193,11 +256,15 @@ class RedisLedger:
         self._namespace = namespace
         self._behind = behind
 
+    @property
+    def writes_behind(self) -> bool:
+        return self._behind is not None
+
     def open(self, row: Row) -> Row:
         key = self._key(row.message_id)
         # The number of a row is its place in the list, so pushing it is what numbers it.
         number = self._open_script(
-            keys=[key, f"{self._namespace}:attempts"], args=[_written(row), self._kept.ms, self._kept.messages]
+            keys=[key, f"{self._namespace}:attempts"], args=[_written(row), self._kept.ms, self._kept.rows]
         )
         return replace(row, attempt=int(number))
 
@@ -207,10 +274,12 @@ class RedisLedger:
         key = self._key(row.message_id)
         if self._behind is not None and row.outcome not in AT_ONCE:
             self._behind(ClosedRow(key, row.attempt, _written(row), self._kept))
-            return
-        if row.attempt == 0:
+        elif row.attempt == 0:
             self.open(row)
-            return
+        else:
+            self._replace(key, row)
+
+    def _replace(self, key: str, row: Row) -> None:
         with self._client.pipeline(transaction=False) as pipe:
             pipe.lset(key, row.attempt - 1, _written(row))
             pipe.pexpire(key, self._kept.ms)
@@ -218,13 +287,21 @@ class RedisLedger:
         if isinstance(replaced, Exception) and not str(replaced).endswith(_NO_SUCH_ROW):
             raise replaced
 
-    def note(self, row: Row) -> None:
-        if self._behind is not None and row.attempt > 0:
-            self._behind(ClosedRow(self._key(row.message_id), row.attempt, _written(row), self._kept))
+    def note(self, row: Row, *, at_any_cost: bool = False) -> None:
+        key = self._key(row.message_id)
+        if row.attempt <= 0:
+            return
+        if self._behind is not None:
+            self._behind(ClosedRow(key, row.attempt, _written(row), self._kept))
+        elif at_any_cost:
+            self._replace(key, row)
+
+    def mend(self, row: Row) -> Row:
+        return _mend(self, row, replace_row=lambda mended: self._replace(self._key(row.message_id), mended))
 
     def rows(self, message_id: str) -> list[Row]:
         texts = self._client.lrange(self._key(message_id), 0, -1)
-        return [replace(_read(text), attempt=number) for number, text in enumerate(texts, start=1)]
+        return [_read(text, message_id, number) for number, text in enumerate(texts, start=1) if text]
 
     def count(self, worker: str, counts: Mapping[str, int]) -> None:
         # A key of its own for each worker: the living must not keep the dead.
@@ -244,6 +321,13 @@ class RedisLedger:
             self._client.srem(self._workers, *forgotten)
         return known
 
+    def beat(self, worker: str, beat: Beat) -> None:
+        self._client.set(f"{self._namespace}:beat:{worker}", f"{beat.born_ms} {beat.at_ms}", px=BEAT_MS)
+
+    def last_beat(self, worker: str) -> Beat | None:
+        said = self._client.get(f"{self._namespace}:beat:{worker}")
+        return None if said is None else Beat(*map(int, said.split()))
+
     @property
     def _workers(self) -> str:
         return f"{self._namespace}:workers"
@@ -261,17 +345,39 @@ _NO_SUCH_ROW = ("no such key", "index out of range")
 
 _FIELDS = tuple(field.name for field in fields(Row))
 
+#: What a field is where its row, as it is written, does not say it.
+_UNSAID = {field.name: field.default for field in fields(Row) if field.default is not MISSING} | {"seed": None}
+
+#: What the place of a row says already.
+_PLACED = ("message_id", "attempt")
+
 
 def text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
 def _written(row: Row) -> str:
-    return json.dumps(vars(row))
+    """A million messages a day have a row each, so what goes without saying is not written."""
+    said = {
+        name: value
+        for name, value in vars(row).items()
+        if name not in _PLACED and (name not in _UNSAID or value != _UNSAID[name])
+    }
+    return json.dumps(said, separators=(",", ":"))
 
 
-def _read(text: bytes | str) -> Row:
+def _read(text: bytes | str, message_id: str, number: int) -> Row:
     """Workers of another version write to the same store: fields may be missing, and there may be more."""
     stored = json.loads(text)
-    known = {name: stored[name] for name in _FIELDS if name in stored}
-    return Row(**(known | {"outcome": Outcome(stored["outcome"])}))
+    known = _UNSAID | {name: stored[name] for name in _FIELDS if name in stored}
+    known |= {"message_id": message_id, "attempt": number}
+    return Row(**(known | {"outcome": Outcome(known["outcome"]), "phases": tuple(known["phases"])}))
+
+
+def _mend(ledger: Ledger, row: Row, replace_row: Callable[[Row], None] | None = None) -> Row:
+    for known in ledger.rows(row.message_id):
+        if known.is_of(row):
+            mended = replace(row, attempt=known.attempt)
+            (replace_row or ledger.close)(mended)
+            return mended
+    return ledger.open(row)

@@ -10,6 +10,7 @@ from typing import Any
 from asyncworker.browser import BrowserHost
 from asyncworker.generation import Lease
 from asyncworker.identity import Identity
+from asyncworker.phases import Phases, opening
 
 logger = logging.getLogger("asyncworker.browser")
 
@@ -42,17 +43,21 @@ class Slots:
 class Loan:
     """What one session has."""
 
-    def __init__(self, host: BrowserHost, slots: Slots, lease: Lease) -> None:
+    def __init__(self, host: BrowserHost, slots: Slots, lease: Lease, phases: Phases) -> None:
         self.lease = lease
+        self._phases = phases
         self._host = host
         self._slots = slots
         self._returning: asyncio.Task[None] | None = None
 
     @classmethod
-    async def take(cls, host: BrowserHost, slots: Slots, identity: Identity, options: Mapping[str, Any]) -> Loan:
+    async def take(
+        cls, host: BrowserHost, slots: Slots, identity: Identity, options: Mapping[str, Any], phases: Phases
+    ) -> Loan:
         """Have a context lent for a slot that is taken already; without one the slot is given back."""
         try:
-            return cls(host, slots, await host.lend(identity, options))
+            with opening(phases):
+                return cls(host, slots, await host.lend(identity, options), phases)
         except BaseException:
             slots.give()
             raise
@@ -67,6 +72,7 @@ class Loan:
             lease = self.lease
             pages = [page for context in (lease.context, *lease.others) for page in context.pages]
             lease.ending.come(reason, lease.page, lease.context, *lease.others, *pages)
+            self._phases.begin_close()
             self._returning = self._host.spawn(self._give_back())
         return self._returning
 
@@ -76,4 +82,5 @@ class Loan:
         except Exception:  # a failing close fails no message
             logger.warning("a context of browser %d did not close", self.lease.generation.number, exc_info=True)
         finally:
+            self._phases.end_close()
             self._slots.give()

@@ -20,8 +20,8 @@ from dramatiq.middleware import Shutdown, SkipMessage
 
 from asyncworker.accounting import LOSSES_OPTION, NOTED_LOSSES_OPTION, now_ms
 from asyncworker.ledger import Ledger, Outcome, Row
-from asyncworker.middleware import Middleware, emit
-from asyncworker.patience import patiently
+from asyncworker.middleware import Middleware, backlog_of, emit
+from asyncworker.redelivery import count_losses
 
 logger = logging.getLogger("asyncworker.worker")
 
@@ -59,6 +59,8 @@ class Losses(Middleware):
         return {MAX_LOSSES_OPTION}
 
     def before_process_message(self, broker: Broker, message: MessageProxy) -> None:
+        if getattr(message, "redelivered", False):
+            self._look_for_losses(broker, message)
         losses = message.options.get(LOSSES_OPTION, 0)
         if losses:
             most = self._most(broker, message)
@@ -89,17 +91,42 @@ class Losses(Middleware):
         most: int = message.options.get(MAX_LOSSES_OPTION, options.get(MAX_LOSSES_OPTION, self._max_losses))
         return most
 
+    def _look_for_losses(self, broker: Broker, message: MessageProxy) -> None:
+        """Count the losses of a message where its broker does not."""
+        most, error = self._most(broker, message), None
+        if not (is_away := backlog_of(broker).is_away):
+            try:
+                count_losses(
+                    self._ledger, message, most=most, gives_up=lambda: bool(getattr(broker, "is_stopping", False))
+                )
+            except redis.RedisError as refusal:
+                is_away, error = True, refusal
+        if is_away:
+            logger.warning(
+                "message %s (%s) is delivered again, and whether it was lost is not known: the ledger's store is away "
+                "(%s)",
+                message.message_id,
+                message.actor_name,
+                error,
+            )
+
     def _note(self, broker: Broker, message: MessageProxy, losses: int, most: int) -> None:
-        row = None
+        """Tell the ledger, the log and the hooks; where the ledger's store is away, it is told when it is back."""
+        row, backlog, error = None, backlog_of(broker), None
         try:
-            if patiently(lambda: is_noted(self._ledger, message), "read the row of a lost attempt"):
-                return
-            row = patiently(lambda: close_as_lost(self._ledger, message), "close the row of a lost attempt")
-        except redis.RedisError as error:
-            logger.warning("message %s: its loss is not in the ledger: %s", message.message_id, error)
+            if not backlog.is_away:
+                if is_noted(self._ledger, message):
+                    return
+                row = close_as_lost(self._ledger, message)
+        except redis.RedisError as refusal:
+            error = refusal
+        if row is None:
+            # Before the row of the attempt that begins now, which then waits behind it.
+            later = message.copy()
+            backlog.add((message.message_id, f"lost {losses}"), lambda: _close_later(self._ledger, later), error)
         logger.error(
             "message_id=%s actor=%s attempt=%s seed=%s outcome=lost phase=%s worker=%s losses=%d of %d: the worker "
-            "process died under it",
+            "process died under it%s",
             message.message_id,
             message.actor_name,
             row.attempt if row else None,
@@ -108,11 +135,12 @@ class Losses(Middleware):
             row.worker if row else None,
             losses,
             most,
+            "; it is dead-lettered" if losses >= most else "",
         )
         emit(broker, "after_lose_message", message, losses=losses, row=row)
 
 
-def is_noted(ledger: Ledger, message: MessageProxy) -> bool:
+def is_noted(ledger: Ledger, message: Message[Any] | MessageProxy) -> bool:
     """Whether the ledger has these losses already: a worker that died after it had noted them never began."""
     since_ms, noted = message.options.get("requeue_timestamp", 0), 0
     for row in reversed(ledger.rows(message.message_id)):
@@ -123,7 +151,13 @@ def is_noted(ledger: Ledger, message: MessageProxy) -> bool:
     return noted >= losses
 
 
-def close_as_lost(ledger: Ledger, message: MessageProxy) -> Row:
+def _close_later(ledger: Ledger, message: Message[Any]) -> None:
+    """May be repeated."""
+    if not is_noted(ledger, message):
+        close_as_lost(ledger, message)
+
+
+def close_as_lost(ledger: Ledger, message: Message[Any] | MessageProxy) -> Row:
     """Close the row of the attempt that was lost; where it had none, which is so if it was short, it gets one."""
     rows, at_ms = ledger.rows(message.message_id), now_ms()
     if rows and rows[-1].outcome is Outcome.running:

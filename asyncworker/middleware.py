@@ -46,6 +46,7 @@ from dramatiq.middleware import MiddlewareError
 from asyncworker import processes, scratch
 from asyncworker.accounting import LOSSES_OPTION, Accounting, keep_in_dead_letter, now_ms, outcome_of
 from asyncworker.at_most_once import AT_MOST_ONCE, DELIVERY_OPTION, begin, check_delivery
+from asyncworker.backlog import Backlog
 from asyncworker.engines import Engine
 from asyncworker.errors import AsyncworkerError, DeclarationError, EngineError
 from asyncworker.fencing import Fence
@@ -157,6 +158,7 @@ class BrowserMiddleware(Middleware):
         self._runtime: Runtime | None = None
         self._accounting = Accounting(ledger)
         self._next_count = 0.0
+        self._counts_losses = False
 
     @property
     def actor_options(self) -> set[str]:
@@ -180,6 +182,11 @@ class BrowserMiddleware(Middleware):
     def loop_thread(self) -> LoopThread | None:
         """The loop of the worker process, with its thread; None outside a worker."""
         return self._loop
+
+    @property
+    def backlog(self) -> Backlog:
+        """What the ledger's store has not taken yet."""
+        return self._accounting.backlog
 
     def deployment_seed(self) -> int:
         """The seed of messages that name none. May ask the store, once."""
@@ -221,7 +228,9 @@ class BrowserMiddleware(Middleware):
         self._runtime.default_seed = self.deployment_seed
         self._runtime.steps, self._runtime.worker_id = self.steps, self.worker_id
         set_runtime(self._runtime, self._loop.loop)
-        self._accounting.start()
+        # Where the broker does not say what has begun, or who lives, the ledger has to.
+        self._counts_losses = bool(getattr(broker, "leaves_losses_to_ledger", False))
+        self._accounting.start(beats_as=self.worker_id if self._counts_losses else None)
         threading.Thread(target=self._sweep, name="asyncworker-sweep", daemon=True).start()
         self._runtime.limit(self.settings.slots or DEFAULT_SLOTS)
         if serves_sessions(broker, worker):
@@ -313,7 +322,8 @@ class BrowserMiddleware(Middleware):
             opened_ms=now_ms(),
         )
         has_session = bool(actor.options.get(SESSION_OPTION))
-        row = self._accounting.begin(message, row, at_once=has_session or bool(message.options.get(LOSSES_OPTION)))
+        at_once = has_session or self._counts_losses or bool(message.options.get(LOSSES_OPTION))
+        row = self._accounting.begin(message, row, at_once=at_once, has_session=has_session)
         fence = self._fence(message, has_session)
         current_attempt.set(Attempt(row.seed, row.message_id, row.actor, row.attempt, fencing=fence))
         if actor.options.get(DELIVERY_OPTION) == AT_MOST_ONCE:
@@ -323,7 +333,7 @@ class BrowserMiddleware(Middleware):
         """The fence that the message was fetched with; where the broker gives none, the store does."""
         fetched: Fence | None = getattr(message, "fencing", None)
         fence = fetched or Fence(draw=self.steps.records.draw_fence)
-        if at_once and fetched is None:
+        if at_once and fetched is None and not self._accounting.backlog.is_away:  # else whoever needs it asks
             try:
                 fence.value  # noqa: B018 -- drawn before the attempt begins
             except redis.RedisError as error:
@@ -350,7 +360,8 @@ class BrowserMiddleware(Middleware):
         current_attempt.set(None)
         if not self._accounting.close(outcome, exception, at_ms=now_ms()):
             return
-        if self._runtime is not None and time.monotonic() >= self._next_count:
+        is_due = time.monotonic() >= self._next_count and not self._accounting.backlog.is_away
+        if self._runtime is not None and is_due:
             self._next_count = time.monotonic() + COUNT_EVERY_S
             self._record_counts(self._runtime)
 
@@ -365,6 +376,11 @@ class BrowserMiddleware(Middleware):
 def ledger_of(broker: Broker) -> Ledger:
     """The account of attempts that a broker's middleware keeps."""
     return next(each for each in broker.middleware if isinstance(each, BrowserMiddleware)).ledger
+
+
+def backlog_of(broker: Broker) -> Backlog:
+    """What the ledger's store has not taken yet from this process."""
+    return next(each for each in broker.middleware if isinstance(each, BrowserMiddleware)).backlog
 
 
 def steps_of(broker: Broker) -> Steps:

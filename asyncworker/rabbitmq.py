@@ -55,11 +55,16 @@ class WorkerRabbitmqBroker(PatientAfterAttempts, ProducerBroker, RabbitmqBroker)
 
     A message is sent when the server has confirmed it. Queues, dead letters and delayed messages are Dramatiq's own.
 
+    Attributes:
+        leaves_losses_to_ledger: What has begun, and which worker lives, is known by the ledger alone.
+
     Parameters:
         url: One or several hosts, tried in this order.
         heartbeat_timeout_ms: A process that was not heard of for this long is taken for dead by the server.
         send_timeout_ms: How long a producer tries to have a message taken.
     """
+
+    leaves_losses_to_ledger = True
 
     def __init__(self, *, url: SecretUrl, heartbeat_timeout_ms: int = 15_000, send_timeout_ms: int = 10_000) -> None:
         quieten()

@@ -175,7 +175,7 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         written = [part for row in rows for part in (row.key, row.number, row.text)]
         kept = rows[0].kept if rows else KEPT
         how = "nack" if rejected else "ack"
-        answer = self.do_settle(queue_name, how, len(identifiers), *identifiers, kept.ms, kept.messages, *written)
+        answer = self.do_settle(queue_name, how, len(identifiers), *identifiers, kept.ms, kept.rows, *written)
         were_ours, refused = answer[: len(identifiers)], answer[len(identifiers) :]
         return Settled(
             [bool(each) for each in were_ours],

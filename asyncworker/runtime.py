@@ -24,6 +24,7 @@ from asyncworker.generation import Clock, Lease, LoopClock
 from asyncworker.identity import Identity
 from asyncworker.lending import Loan, Slots
 from asyncworker.once import Steps
+from asyncworker.phases import Phase, Phases, current_phases
 from asyncworker.session import Attempt, Session, current_attempt, subject
 from asyncworker.settings import Settings, load
 from asyncworker.shielding import shielded
@@ -112,11 +113,22 @@ class Runtime:
             ConfigurationError: When the engine cannot draw the identity with the deployment's pins.
         """
         await _refuse_if_interrupted(attempt)
+        with (current_phases.get() or Phases()).driven() as phases:
+            async with self._lent(attempt, phases, context_options or {}, close_behind=close_behind) as session:
+                yield session
+
+    @contextlib.asynccontextmanager
+    async def _lent(
+        self, attempt: Attempt, phases: Phases, options: Mapping[str, Any], *, close_behind: bool
+    ) -> AsyncIterator[Session]:
+        """A session, each phase of which is timed."""
+        phases.enter(Phase.wait)
         attempt, identity = await self._let_in(attempt)
-        loan = await Loan.take(self.host, self.slots, identity, context_options or {})
+        loan = await Loan.take(self.host, self.slots, identity, options, phases)
         lease = loan.lease
         lease.ending.subject = subject(attempt)
         try:
+            phases.enter(Phase.code)
             with self._limited(attempt) as attempt, in_lease(lease), _interrupting(loan):
                 self._limit_waits(lease, attempt)
                 session = Session(lease, attempt, identity, self.settings, steps=self.steps, worker=self.worker_id)
@@ -127,6 +139,7 @@ class Runtime:
             close_behind = False  # the retry must not overlap this attempt
             raise
         finally:
+            phases.pause()
             returning = loan.end("its attempt has ended")
             if not close_behind:
                 await shielded(returning)
@@ -147,7 +160,7 @@ class Runtime:
             raise PhaseTimeout(
                 f"{subject(attempt)} had no slot within {limit_ms} ms (ASYNCWORKER_BROWSER_WAIT_MS): "
                 f"{self.slots.in_use} of {self.slots.total} are in use",
-                phase="wait",
+                phase=Phase.wait,
                 engine=self.engine.name,
             ) from None
         return attempt, identity

@@ -30,6 +30,7 @@ class Answer:
         identity: The digest of the identity that the answering attempt had; None with engines that draw none.
         drawn_by: Which version of what drew it.
         change: How it differs from the message's first, as a sentence; None: it does not.
+        phases_ms: How long that attempt was in each phase; None where its row is not closed yet, or had no session.
     """
 
     ok: bool
@@ -38,6 +39,7 @@ class Answer:
     identity: str | None = None
     drawn_by: str | None = None
     change: str | None = None
+    phases_ms: dict[str, int] | None = None
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -47,6 +49,7 @@ class Answer:
             "identity": self.identity,
             "drawn_by": self.drawn_by,
             "identity_changed": self.change is not None,
+            "phases_ms": self.phases_ms,
         }
 
     def sentence(self) -> str:
@@ -108,7 +111,8 @@ def _with_identity(answer: Answer, rows: list[Row]) -> Answer:
     change = None
     if last.identity_changed:
         change = changed(last.seed, Visitor.in_rows(rows, last.seed), Visitor.in_row(last))
-    return replace(answer, identity=last.identity, drawn_by=last.drawn_by, change=change)
+    phases_ms = last.phases_ms or None
+    return replace(answer, identity=last.identity, drawn_by=last.drawn_by, change=change, phases_ms=phases_ms)
 
 
 def send_message(

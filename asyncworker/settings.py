@@ -195,8 +195,8 @@ class Settings(BaseSettings):
     ledger_age_ms: Millis = Field(
         24 * 3_600_000, description="how long the ledger keeps the attempts of a message after the last of them"
     )
-    ledger_messages: int = Field(
-        1_000_000, ge=1, description="of so many messages the ledger keeps the attempts; the oldest are forgotten first"
+    ledger_rows: int = Field(
+        1_500_000, ge=1, description="so many attempts the ledger keeps; the oldest are forgotten first"
     )
     recycle_after: Annotated[int, Field(ge=0)] = Field(
         1_000, description="contexts after which a browser, and its driver, is replaced by a new one; 0: never"

@@ -112,6 +112,7 @@ class RabbitServer:
         assert self._script is not None
         (beam,) = (each for each in psutil.Process(self._script.pid).children() if each.name().startswith("beam"))
         beam.suspend()
+        wait_until(lambda: beam.status() == psutil.STATUS_STOPPED, "its threads are stopped")
         try:
             yield
         finally:

@@ -97,6 +97,12 @@ def test_a_browser_that_hangs_while_a_context_opens_is_named_by_the_phase_and_re
         said = deployment.failure(message)
         assert "PhaseTimeout" in said, said
         assert re.search(r"opened no (context|page) within 3000 ms", said), said
+        (row,) = wait_until(
+            lambda: [row for row in deployment.rows(message) if row.outcome == "failed"], "its row is closed"
+        )
+        assert row.phase == "context", "not the actor's code, whose limit is 1 s"
+        assert row.phases_ms["context"] >= 3_000
+        assert row.phases_ms["code"] == 0
         all_slots_work(deployment, site)
         wait_until(lambda: not any(processes.lives(each.pid) for each in hung), "the hung browser is killed")
         assert worker.stop() == 0
@@ -144,7 +150,7 @@ def test_a_driver_that_hangs_is_killed_with_its_browser_and_costs_the_messages_a
     nothing_is_left(deployment)
 
 
-def test_contexts_that_close_slowly_keep_no_result_waiting_and_fail_no_message(
+def test_contexts_that_close_slowly_or_not_at_all_keep_no_result_waiting_and_fail_no_message(
     deployment: Deployment, site: BehaviourSite
 ) -> None:
     with deployment.worker() as worker:
@@ -157,8 +163,11 @@ def test_contexts_that_close_slowly_keep_no_result_waiting_and_fail_no_message(
         messages = [deployment.send("ladder.slow_close_each_tenth", number) for number in range(30)]
         assert [deployment.result(message) for message in messages] == list(range(30))
         assert worker.stop() == 0
-    for message in messages:
-        assert [row.outcome for row in deployment.rows(message)] == ["succeeded"]
+    for number, message in enumerate(messages):
+        (row,) = deployment.rows(message)
+        assert row.outcome == "succeeded"
+        assert (row.took_ms or 0) < 2_500, "the close is no part of it"
+        assert (row.phases_ms["close"] >= 2_500) is (number % 10 == 9)
     nothing_is_left(deployment)
 
 

@@ -352,13 +352,21 @@ def test_a_worker_is_heard_of_while_all_its_threads_are_busy_and_its_end_is_know
         worker.stop()
 
 
-def test_of_more_messages_than_may_have_rows_the_oldest_are_forgotten_with_what_is_settled(store: Store) -> None:
+def test_of_more_rows_than_may_be_the_oldest_are_forgotten_with_what_is_settled(store: Store) -> None:
     broker = store.ours()
+
+    def settle(number: int, row: str) -> None:
+        broker.do_settle("", "ack", 0, 60_000, 3, f"asyncworker:attempts:{number}", 0, row)
+
     for number in range(5):
-        broker.do_settle("", "ack", 0, 60_000, 3, f"asyncworker:attempts:{number}", 0, "row")
+        settle(number, "row")
     kept = {key.decode() for key in store.client.scan_iter("asyncworker:attempts:*")}
     assert kept == {f"asyncworker:attempts:{number}" for number in (2, 3, 4)}
     assert store.client.llen("asyncworker:attempts") == 3
+    for attempt in range(2, 5):
+        settle(4, f"row {attempt}")
+    assert store.client.lrange("asyncworker:attempts:4", 0, -1) == [b"", b"row 2", b"row 3", b"row 4"]
+    assert set(store.client.scan_iter("asyncworker:attempts*")) == {b"asyncworker:attempts", b"asyncworker:attempts:4"}
 
 
 # --- fetching ahead

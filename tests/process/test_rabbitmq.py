@@ -115,8 +115,51 @@ def test_a_worker_that_is_killed_loses_nothing_and_the_ledger_numbers_the_attemp
             gate.touch()
             wait_until(lambda: deployment.rows(message)[1].outcome is Outcome.succeeded, "it is done")
             assert second.stop() == 0
-    assert [row.attempt for row in deployment.rows(message)] == [1, 2]
+    assert [(row.attempt, row.outcome) for row in deployment.rows(message)] == [(1, "lost"), (2, "succeeded")]
     assert deployment.waiting("held") == 0
+
+
+#: Dramatiq's main process waits for so long for a process to be ready, also for one that was killed before it was.
+SHORT_LIVED = ("-p", "1", "-t", "2", "--worker-fork-timeout", "1000", "-Q")
+
+
+def test_a_message_that_kills_its_process_each_time_is_dead_lettered_and_stays_there(
+    deployment: RabbitDeployment,
+) -> None:
+    deadly = deployment.send("die", queue="deadly", seed=42)
+    for number in range(1, 4):
+        with deployment.worker(*SHORT_LIVED, "deadly") as worker:
+            wait_until(lambda worker=worker: worker.command.poll() is not None, "it was killed")  # type: ignore[misc]
+            outcomes = [row.outcome for row in deployment.rows(deadly)]
+            assert outcomes == ["lost"] * (number - 1) + ["running"]
+    with deployment.worker(*SHORT_LIVED, "deadly") as last:
+        wait_until(lambda: deployment.waiting("deadly.XQ") == 1, "a dead letter")
+        last.wait_for_log(f"message_id={deadly.message_id} actor=die attempt=3 seed=42 outcome=lost")
+        last.wait_for_log("losses=3 of 3: the worker process died under it; it is dead-lettered")
+        assert last.stop() == 0
+    assert [row.outcome for row in deployment.rows(deadly)] == ["lost"] * 3
+    assert deployment.waiting("deadly") == 0
+    deployment.take("deadly.XQ")
+
+
+def test_what_was_only_fetched_ahead_by_a_worker_that_was_killed_is_not_lost(deployment: RabbitDeployment) -> None:
+    gate = deployment.directory / "gate-of-the-first"
+    options = ("-p", "1", "-t", "1", "-Q", "held", "noted")  # each queue has a message fetched, and one is begun
+    begun = deployment.send("hold", str(gate), queue="held")
+    with deployment.worker(*options) as first:
+        wait_until(lambda: deployment.rows(begun), "the worker has begun one")
+        ahead = deployment.send("note", str(deployment.directory / "notes"), 1, queue="noted")
+        wait_until(lambda: deployment.waiting("noted") == 0, "and fetched the other")
+        os.kill(first.workers[0], signal.SIGKILL)
+    gate.touch()
+    with deployment.worker(*options) as second:
+        for each, outcomes in ((begun, ["lost", "succeeded"]), (ahead, ["succeeded"])):
+            wait_until(lambda each=each: deployment.rows(each), "it has begun again")  # type: ignore[misc]
+            wait_until(
+                lambda each=each, outcomes=outcomes: [row.outcome for row in deployment.rows(each)] == outcomes,  # type: ignore[misc]
+                f"its rows are {outcomes}",
+            )
+        assert second.stop() == 0
 
 
 def test_a_delayed_message_is_run_when_it_is_due_and_not_before(deployment: RabbitDeployment, worker: Running) -> None:
@@ -329,6 +372,26 @@ def test_workers_wait_for_a_server_that_is_away_and_go_on_and_producers_are_told
             wait_until(lambda: done(hasty, kept), "what was sent before is run, by a worker that was started meanwhile")
             assert len(set(late.workers)) == len(set(worker.workers)) == 1, "no worker process was replaced"
             assert PASSWORD not in late.log + worker.log
+
+
+def test_a_message_that_is_delivered_again_since_the_server_was_restarted_is_not_lost(
+    deployment: RabbitDeployment, server: RabbitServer
+) -> None:
+    gate = deployment.directory / "gate-of-the-restart"
+    message = deployment.send("hold", str(gate), queue="held")
+    environment = {"dramatiq_restart_delay": "300"}
+    with deployment.worker("-p", "1", "-t", "2", "-Q", "held", environment=environment) as worker:
+        wait_until(lambda: deployment.rows(message), "it has begun")
+        server.kill()
+        server.start()
+        wait_until(lambda: len(deployment.rows(message)) == 2, "it was delivered again")
+        gate.touch()
+        wait_until(
+            lambda: [row.outcome for row in deployment.rows(message)] == ["succeeded"] * 2, "both attempts have ended"
+        )
+        wait_until(lambda: deployment.waiting("held") == 0, "it is acknowledged")
+        assert worker.stop() == 0
+    assert "outcome=lost" not in worker.log
 
 
 def add(left: int, right: int, *, queue: str = "plain") -> Message[Any]:

@@ -30,7 +30,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
 
 
 def test_the_required_benchmarks_are_there() -> None:
-    assert {"broker", "loop_lag", "overhead", "recycling", "startup"} <= set(SCRIPTS)
+    assert {"broker", "ledger", "loop_lag", "overhead", "recycling", "startup"} <= set(SCRIPTS)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -369,3 +369,10 @@ def test_broker_refuses_what_it_does_not_know(words: list[str], load: Load) -> N
     with pytest.raises(SystemExit) as ended:
         load("broker").run(words)
     assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(("size", "fits"), [(700.0, True), (720.0, False)])
+def test_the_ledger_is_as_large_as_all_rows_that_it_keeps_by_default(load: Load, size: float, fits: bool) -> None:
+    report = load("ledger").judge({"each succeeds": 300.0, "one of ten is run again": size}, 10)
+    assert report.ok is fits
+    assert report.as_json()["kept_rows"] == 1_500_000

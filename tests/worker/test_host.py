@@ -137,7 +137,7 @@ async def test_browsers_that_keep_dying_fail_the_message_in_the_end() -> None:
     await host.close()
 
 
-@pytest.mark.parametrize(("step", "phase"), [("new_context", "context"), ("new_page", "page")])
+@pytest.mark.parametrize(("step", "phase"), [("new_context", "context"), ("new_page", "context")])
 async def test_a_context_that_does_not_open_names_its_phase_and_costs_the_browser(step: str, phase: str) -> None:
     engine = FakeEngine()
     engine.delays[step] = math.inf

@@ -122,7 +122,7 @@ def test_a_failure_stays_what_it_is_when_the_context_closes_beyond_the_limit(
 # --- phases
 
 
-@pytest.mark.parametrize(("step", "phase"), [("new_context", "context"), ("new_page", "page"), ("launch", "launch")])
+@pytest.mark.parametrize(("step", "phase"), [("new_context", "context"), ("new_page", "context"), ("launch", "launch")])
 def test_a_step_that_hangs_is_named_and_not_the_actors_code(fake_engine: FakeEngine, step: str, phase: str) -> None:
     async def body(session: Session) -> None: ...
 

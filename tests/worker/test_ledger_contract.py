@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import redis
 
-from asyncworker import embedded
+from asyncworker import embedded, ledger
 from asyncworker.identity import MAX_SEED
-from asyncworker.ledger import KEPT, Kept, Ledger, MemoryLedger, Outcome, RedisLedger, Row
+from asyncworker.ledger import KEPT, Beat, Kept, Ledger, MemoryLedger, Outcome, RedisLedger, Row
 from tests.waiting import wait_until
 
 OPENED = Row(message_id="m1", attempt=1, actor="pages.title", seed=42, worker="host:7", opened_ms=1_000)
@@ -139,6 +139,37 @@ def test_the_identity_is_kept_from_the_session_on_and_with_the_outcome(book: Led
     assert (row.identity_changed, row.outcome, row.took_ms) == (changed, "succeeded", 1_000)
 
 
+def test_the_phases_are_kept_with_their_times_and_that_of_the_close_may_come_later(book: Ledger) -> None:
+    opened = book.open(OPENED)
+    assert (opened.phase, opened.phases, opened.phases_ms) == (None, (), {})
+    closed = replace(opened, outcome=Outcome.succeeded, closed_ms=1_250, phase="code", phases=(1, 0, 30, 219))
+    book.close(closed)
+    assert book.rows("m1") == [closed]
+    book.note(replace(closed, phases=(*closed.phases, 8_000)), at_any_cost=True)
+    (row,) = book.rows("m1")
+    assert row.phases_ms == {"wait": 1, "launch": 0, "context": 30, "code": 219, "close": 8_000}
+    assert (row.outcome, row.took_ms) == ("succeeded", 250), "the close is no part of what was waited for"
+
+
+def test_what_an_attempt_is_at_is_noted_in_its_open_row(book: Ledger) -> None:
+    opened = book.open(replace(OPENED, phase="wait"))
+    book.note(replace(opened, phase="context", generation=2), at_any_cost=True)
+    (row,) = book.rows("m1")
+    assert (row.outcome, row.phase, row.generation) == ("running", "context", 2)
+
+
+@pytest.mark.parametrize("was_opened", [False, True])
+def test_mending_writes_a_row_once_whether_it_was_opened_or_not(book: Ledger, was_opened: bool) -> None:
+    """A store that goes away may have taken the row, and not have said so."""
+    if was_opened:
+        book.open(OPENED)
+    ended = replace(OPENED, attempt=0, outcome=Outcome.failed, closed_ms=1_250)
+    assert [book.mend(ended).attempt for _ in range(2)] == [1, 1]
+    assert book.rows("m1") == [replace(ended, attempt=1)]
+    other = book.mend(replace(ended, worker="host:8"))
+    assert other.attempt == 2, "an attempt of another worker is another attempt"
+
+
 def test_what_is_read_is_a_copy(book: Ledger) -> None:
     book.open(OPENED)
     book.rows("m1").clear()
@@ -178,6 +209,19 @@ def test_counting_again_in_the_same_mapping_does_not_change_what_was_stored(book
     counts["contexts_opened"] = 9
     book.counts()["host:7"]["contexts_opened"] = 8
     assert book.counts() == {"host:7": {"contexts_opened": 1}}
+
+
+# who lives
+
+
+def test_a_worker_is_known_to_live_for_as_long_as_it_says_so(book: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "BEAT_MS", 150)
+    assert book.last_beat("host:7") is None
+    book.beat("host:7", Beat(10, 20))
+    book.beat("host:7", Beat(10, 1_020))
+    assert book.last_beat("host:7") == Beat(10, 1_020)
+    assert book.last_beat("host:8") is None
+    wait_until(lambda: book.last_beat("host:7") is None, "it was not heard of", timeout_ms=2_000)
 
 
 # what only a store does
@@ -233,8 +277,8 @@ def test_a_living_worker_does_not_keep_the_counts_of_a_dead_one(store: redis.Red
 
 @pytest.fixture(params=["memory", "redis"])
 def short_book(request: pytest.FixtureRequest) -> Ledger:
-    """A ledger that keeps the rows of three messages."""
-    kept = Kept(messages=3)
+    """A ledger that keeps four rows."""
+    kept = Kept(rows=4)
     return (
         MemoryLedger(kept=kept)
         if request.param == "memory"
@@ -242,12 +286,25 @@ def short_book(request: pytest.FixtureRequest) -> Ledger:
     )
 
 
-def test_of_more_messages_than_may_be_the_oldest_are_forgotten(short_book: Ledger) -> None:
-    for name in "abcab":
+def test_of_more_rows_than_may_be_the_oldest_are_forgotten_and_the_others_keep_their_numbers(
+    short_book: Ledger,
+) -> None:
+    def numbers() -> list[list[int]]:
+        return [[row.attempt for row in short_book.rows(name)] for name in "abc"]
+
+    first = short_book.open(replace(OPENED, message_id="a"))
+    for name in "baa":
         short_book.open(replace(OPENED, message_id=name))
-    assert [len(short_book.rows(name)) for name in "abc"] == [2, 2, 1], "attempts are no messages"
-    short_book.open(replace(OPENED, message_id="d"))
-    assert [len(short_book.rows(name)) for name in "abcd"] == [0, 2, 1, 1]
+    assert numbers() == [[1, 2, 3], [1], []]
+    short_book.open(replace(OPENED, message_id="c"))
+    assert numbers() == [[2, 3], [1], [1]], "of one message the oldest"
+    assert short_book.open(replace(OPENED, message_id="a")).attempt == 4
+    assert numbers() == [[2, 3, 4], [], [1]], "and a message with it, where it has no other"
+    for _ in range(4):
+        short_book.open(replace(OPENED, message_id="c"))
+    assert numbers() == [[], [], [2, 3, 4, 5]]
+    short_book.close(first)
+    assert numbers() == [[], [], [2, 3, 4, 5]], "what is forgotten stays so"
 
 
 def test_a_store_that_refuses_a_row_is_an_error(store: redis.Redis) -> None:

@@ -50,7 +50,13 @@ async def spin(session: Session, url: str) -> None:
 
 @actor(store_results=True, max_retries=0, time_limit=60_000)
 async def slow_close_each_tenth(session: Session, number: int) -> int:
-    """Its context takes 10 s to close, for each tenth message."""
+    """For each tenth message its context takes 10 s to close; for others its close fails."""
+    if number % 10 == 5:
+
+        async def failing(**options: Any) -> None:
+            raise RuntimeError("this context does not close")
+
+        session.context.close = failing  # type: ignore[method-assign]
     if number % 10 == 9:
         close = session.context.close
 

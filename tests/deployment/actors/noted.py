@@ -1,9 +1,11 @@
-"""Actors without a browser that write down when they ran."""
+"""Actors that write down when they ran."""
 
 import time
 from pathlib import Path
 
 import dramatiq
+
+from asyncworker import Session, actor
 
 
 def _note(path: str, number: int) -> None:
@@ -24,3 +26,10 @@ def note_and_answer(path: str, number: int, *, ms: int = 0) -> int:
     time.sleep(ms / 1000)
     _note(path, number)
     return number
+
+
+@actor(queue_name="looked", max_retries=0)
+async def look_and_note(session: Session, path: str, number: int, *, seed: int | None = None) -> None:
+    """Open a page, then note, without a result."""
+    await session.page.goto("about:blank")
+    _note(path, number)
