@@ -30,7 +30,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
 
 
 def test_the_required_benchmarks_are_there() -> None:
-    assert {"broker", "loop_lag", "overhead", "recycling", "startup"} <= set(SCRIPTS)
+    assert {"broker", "chaos", "loop_lag", "overhead", "recycling", "startup"} <= set(SCRIPTS)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
