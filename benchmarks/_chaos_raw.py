@@ -5,10 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 
+from _harness import say
 from _workshop import Child
 
 #: So long after a browser of the workers was killed it is raw Playwright's turn: both meet the same load.
 AFTER_S = 1.8
+
+#: A measurement that is going on when the run ends is waited for so long.
+JOIN_S = 35.0
 
 
 class Raw:
@@ -33,12 +37,14 @@ class Raw:
         self._stop.set()
         self._asked.put(False)
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(JOIN_S)
 
     def _run(self) -> None:
         while self._asked.get() and not self._stop.wait(AFTER_S):
             try:
                 self._child.tell("kill")
                 self.took_ms.append(float(self._child.answer()))
-            except (OSError, RuntimeError):  # it was ended with the run
+            except (OSError, RuntimeError) as error:
+                if not self._stop.is_set():
+                    say(f"raw Playwright is measured no more: {error}")
                 return

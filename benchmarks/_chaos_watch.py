@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from _browsers import is_main
 from _chaos_plan import Target
 
 from asyncworker import processes
@@ -47,6 +48,11 @@ class Seen:
         """True when its command line has it."""
         with contextlib.suppress(psutil.Error):
             return any(text in word for word in self.process.cmdline())
+        return False
+
+    def is_main_of_browser(self) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return is_main(self.process)
         return False
 
 
@@ -113,7 +119,9 @@ class Watch:
             case Target.driver:
                 return [s for s in there if s.token is not None and s.token.role == "driver" and s.leads]
             case Target.browser:
-                return [s for s in there if s.token is not None and s.token.role == "browser" and s.leads]
+                return [
+                    s for s in there if s.token is not None and s.token.role == "browser" and s.is_main_of_browser()
+                ]
             case Target.page:
                 return [s for s in there if s.token is not None and s.word("--type=renderer")]
             case Target.store:

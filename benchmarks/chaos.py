@@ -150,7 +150,8 @@ class Run:
         child = self._place.start(
             "raw",
             *(sys.executable, str(PARTS / "raw_recovery.py"), json.dumps(options), page),
-            variables={"TMPDIR": str(self._place.folder)},  # a killed browser leaves files there
+            # A killed browser leaves files in its TMPDIR.
+            variables={"TMPDIR": str(self._place.folder), "PYTHONPATH": str(Path(__file__).parent)},
             pipes=True,
         )
         return Raw(child)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -11,8 +12,12 @@ import time
 from typing import Any
 
 import psutil
+from _browsers import is_main
 from playwright.async_api import Browser, Playwright, async_playwright
 from reading import read
+
+#: One that takes longer never comes back: the process ends.
+LONGEST_S = 30.0
 
 
 async def visit(browser: Browser, url: str) -> None:
@@ -23,9 +28,12 @@ async def visit(browser: Browser, url: str) -> None:
 
 
 def main_process() -> int:
-    """The browser's: it is the driver's child, in a session of its own."""
-    below = psutil.Process().children(recursive=True)
-    return next(one.pid for one in below if os.getsid(one.pid) == one.pid and one.ppid() != os.getpid())
+    """The browser's, which is in another session than the driver's."""
+    for one in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getsid(one.pid) != os.getsid(0) and is_main(one):
+                return one.pid
+    raise RuntimeError("raw Playwright's browser is not there")
 
 
 async def recovered(
@@ -36,9 +44,10 @@ async def recovered(
     pid = main_process()
     killed_at = time.monotonic()
     os.kill(pid, signal.SIGKILL)
-    await gone.wait()
-    browser = await playwright.chromium.launch(**options)
-    await visit(browser, url)
+    async with asyncio.timeout(LONGEST_S):
+        await gone.wait()
+        browser = await playwright.chromium.launch(**options)
+        await visit(browser, url)
     return browser, (time.monotonic() - killed_at) * 1000
 
 
