@@ -75,7 +75,7 @@ class Run:
         self._slots = options.workers * options.threads
         self._data = place.folder / "data"
         self._data.mkdir()
-        self._settings = _settings(place)
+        self._settings = _settings(place, slots=options.threads)
         self._plan = plan(options.seed, seconds)
         self._journal: list[Done] = []
         with closing(sqlite3.connect(self._data / "effects.db")) as database, database:
@@ -227,7 +227,7 @@ class Run:
         return folder
 
 
-def _settings(place: Workshop) -> Settings:
+def _settings(place: Workshop, *, slots: int) -> Settings:
     """Short limits, so that a minute has room for what they are for; a hog is a reason to recycle."""
     given = {"executable_path": path} if (path := load_settings().executable_path) is not None else {}
     return load_settings(
@@ -238,6 +238,7 @@ def _settings(place: Workshop) -> Settings:
         actors=("visits",),
         launch_args=(f"--js-flags=--max-old-space-size={HEAP_MB}",),
         warm=True,
+        slots=slots,
         launch_timeout_ms=20_000,
         context_timeout_ms=10_000,
         close_timeout_ms=8_000,
