@@ -103,7 +103,7 @@ class Losses(Middleware):
             message.message_id,
             message.actor_name,
             row.attempt if row else None,
-            message.kwargs.get("seed"),
+            row.seed if row else message.kwargs.get("seed"),
             row.phase if row else None,
             row.worker if row else None,
             losses,
@@ -129,7 +129,7 @@ def close_as_lost(ledger: Ledger, message: MessageProxy) -> Row:
     if rows and rows[-1].outcome is Outcome.running:
         row = rows[-1]
     else:
-        seed = message.kwargs.get("seed")
+        seed = message.kwargs.get("seed", rows[-1].seed if rows else None)
         row = ledger.open(
             Row(
                 message_id=message.message_id,

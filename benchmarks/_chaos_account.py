@@ -22,6 +22,9 @@ from asyncworker.redis_broker import WorkerBroker
 #: A freeze this much shorter than the heartbeat timeout may cost a worker its messages: it was heard of before it.
 SLACK_MS = 1_200
 
+#: Within this after its worker was killed, or frozen, a loss is found: the message waits then for who runs it again.
+FOUND_MS = HEARTBEAT_MS + 15_000
+
 
 @dataclass
 class Account:
@@ -104,7 +107,9 @@ def _note_loss(found: Account, row: Row, journal: list[Done]) -> None:
         ends_it = fault.deed is Deed.kill or (done.until - done.at) * 1000 >= HEARTBEAT_MS - SLACK_MS
         if fault.target is not Target.worker or done.pid is None or not ends_it:
             continue
-        if pid in (None, done.pid) and row.opened_ms - HEARTBEAT_MS <= done.unix_ms <= (row.closed_ms or 0):
+        # A row that has no worker was opened when the loss was found: its worker had no time to open one.
+        since_ms = row.opened_ms - (HEARTBEAT_MS if pid is not None else FOUND_MS)
+        if pid in (None, done.pid) and since_ms <= done.unix_ms <= (row.closed_ms or 0):
             return
     found.false_losses += 1
     found.broken.append(f"was lost, and its worker {row.worker} was neither killed nor frozen: message {row}")

@@ -24,6 +24,9 @@ BACK_MS = 1_000.0
 #: The last quarter's memory is at most so many times the first one's.
 GROWTH = 1.5
 
+#: In a run shorter than this a quarter's memory is that of the faults that it had.
+LONG_S = 300.0
+
 #: So many sentences of who broke a promise are shown.
 SHOWN = 20
 
@@ -35,7 +38,7 @@ class Facts:
     Attributes:
         outlived: What was left of owners that died, for how long.
         quarters: The median memory of each quarter of the run, in MB.
-        peak_mb: The most.
+        peak_mb, allowed_mb: The most, and what it may be.
         left: What carried a token when all was over.
         slots_in_use: By the ledger, of the workers that were stopped last: how many slots, and how many in use.
         ours_ms, raw_ms: From a browser's SIGKILL to the next page.
@@ -51,6 +54,7 @@ class Facts:
     outlived: Sequence[Outlived]
     quarters: Sequence[float]
     peak_mb: float
+    allowed_mb: float
     left: Sequence[str]
     drain_s: float
     slots: int
@@ -74,7 +78,6 @@ def judge(facts: Facts) -> Report:
             broken.append(f"outlived worker process {each.owner} by {each.seconds:.1f} s: {sorted(each.names)}")
     if facts.left:
         broken.append(f"left when all was over: {facts.left}")
-    growth = facts.quarters[-1] / facts.quarters[0] if facts.quarters and facts.quarters[0] else 0.0
     registered, in_use = facts.slots_in_use
     checks = [
         Check("messages without an outcome", found.missing, "==", 0),
@@ -85,7 +88,7 @@ def judge(facts: Facts) -> Report:
         Check("slots that serve at the end", facts.slots_at_end, "==", facts.slots_at_start),
         Check("slots at the end by the ledger", registered, "==", facts.slots),
         Check("slots in use at the end by the ledger", in_use, "==", 0),
-        Check("memory of the last quarter / the first", growth, "<=", GROWTH),
+        _memory(facts),
         Check("attempts that were lost without a cause", found.false_losses, "==", 0),
         Check("exit code of `asyncworker up`", facts.exit_code, "==", 0),
         Check("looks at the processes that failed", len(facts.watch_errors), "==", 0),
@@ -94,6 +97,13 @@ def judge(facts: Facts) -> Report:
     if facts.ours_ms and not facts.busy:
         checks.append(Check("ms until a killed browser serves again, p95", _p95(facts.ours_ms), "<=", BACK_MS))
     return Report(checks, _figures(facts, broken, longest), _table(facts, broken, longest))
+
+
+def _memory(facts: Facts) -> Check:
+    """Whether memory is bounded: the last quarter's beside the first one's, where a quarter is longer than a fault."""
+    if facts.seconds < LONG_S or not facts.quarters:
+        return Check("MB of memory at most", facts.peak_mb, "<=", facts.allowed_mb)
+    return Check("memory of the last quarter / the first", facts.quarters[-1] / facts.quarters[0], "<=", GROWTH)
 
 
 def _rows(facts: Facts, longest: float) -> list[tuple[str, str]]:

@@ -50,6 +50,9 @@ SLOTS_MS = 60_000
 #: A renderer's heap may have so many MB: the bomb's ends there and not where the machine does.
 HEAP_MB = 256
 
+#: A worker process with all below it that has more is a reason to replace its browser.
+RECYCLE_MB = 700
+
 
 def measure(options: argparse.Namespace) -> Report:
     minutes = 0.5 if options.quick else options.minutes
@@ -116,6 +119,8 @@ class Run:
                     outlived=list(watch.outlived.values()),
                     quarters=list(watch.memory_quarters()),
                     peak_mb=max((mb for _, mb in watch.memory), default=0.0),
+                    # Beside each there is its successor while it is replaced.
+                    allowed_mb=2 * self._options.workers * RECYCLE_MB,
                     left=watch.left(OUTLIVE_S),
                     watch_errors=watch.errors,
                     drain_s=drain_s,
@@ -246,7 +251,7 @@ def _settings(place: Workshop, *, slots: int) -> Settings:
         crash_loop_ready_ms=1_000,
         crash_loop_deaths=20,
         recycle_after=250,
-        recycle_memory_mb=700,
+        recycle_memory_mb=RECYCLE_MB,
         recycle_check_ms=2_000,
         result_ttl_ms=24 * 3_600_000,
         **given,

@@ -76,6 +76,17 @@ def test_a_loss_is_true_only_if_its_own_worker_was_killed_or_frozen_for_long(
     assert len(found.broken) == false
 
 
+@pytest.mark.parametrize(("killed_ms", "false"), [(108_000, 0), (60_000, 1)])
+def test_a_loss_without_a_row_is_explained_by_a_fault_not_long_before_it_was_found(
+    killed_ms: int, false: int, load: Load
+) -> None:
+    module = load("_chaos_account")
+    found = module.Account()
+    row = loss(worker="", opened_ms=120_000, closed_ms=120_000)
+    module._note_loss(found, row, [done(load, "kill", pid=7, unix_ms=killed_ms)])
+    assert found.false_losses == false
+
+
 def facts(load: Load, **changed: Any) -> Any:
     account = load("_chaos_account").Account(succeeded={"a", "b"})
     whole: dict[str, Any] = {
@@ -87,6 +98,7 @@ def facts(load: Load, **changed: Any) -> Any:
         "outlived": [],
         "quarters": [300.0, 300.0, 300.0, 310.0],
         "peak_mb": 400.0,
+        "allowed_mb": 2_000.0,
         "left": [],
         "drain_s": 1.0,
         "slots": 4,
@@ -121,7 +133,8 @@ def test_each_promise_that_was_broken_is_named(load: Load) -> None:
         ("slots that serve at the end", {"slots_at_end": 3}),
         ("slots at the end by the ledger", {"slots_in_use": (2, 0)}),
         ("slots in use at the end by the ledger", {"slots_in_use": (4, 1)}),
-        ("memory of the last quarter / the first", {"quarters": [300.0, 300.0, 400.0, 500.0]}),
+        ("memory of the last quarter / the first", {"quarters": [300.0, 300.0, 400.0, 500.0], "seconds": 900.0}),
+        ("MB of memory at most", {"peak_mb": 2_400.0, "seconds": 60.0}),
         ("ms until a killed browser serves again, p95", {"ours_ms": [300.0, 1_200.0]}),
         ("exit code of `asyncworker up`", {"exit_code": 3}),
     ]
