@@ -130,7 +130,7 @@ class Losses(Middleware):
             message.message_id,
             message.actor_name,
             row.attempt if row else None,
-            message.kwargs.get("seed"),
+            row.seed if row else message.kwargs.get("seed"),
             row.phase if row else None,
             row.worker if row else None,
             losses,
@@ -163,7 +163,7 @@ def close_as_lost(ledger: Ledger, message: Message[Any] | MessageProxy) -> Row:
     if rows and rows[-1].outcome is Outcome.running:
         row = rows[-1]
     else:
-        seed = message.kwargs.get("seed")
+        seed = message.kwargs.get("seed", rows[-1].seed if rows else None)
         row = ledger.open(
             Row(
                 message_id=message.message_id,

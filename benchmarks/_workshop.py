@@ -154,7 +154,7 @@ class Workshop:
     def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
         """This process's environment without its ASYNCWORKER_ settings, with the run's own and `variables`."""
         own = {RUN_VARIABLE: self._run, "ASYNCWORKER_STATE_DIR": str(self.state_dir)}
-        return child_environment(**own, **variables)
+        return child_environment(**(own | dict(variables)))
 
     def start(
         self,

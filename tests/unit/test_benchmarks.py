@@ -30,7 +30,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
 
 
 def test_the_required_benchmarks_are_there() -> None:
-    assert {"broker", "ledger", "loop_lag", "overhead", "recycling", "startup"} <= set(SCRIPTS)
+    assert {"broker", "chaos", "ledger", "loop_lag", "overhead", "recycling", "startup"} <= set(SCRIPTS)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
