@@ -157,6 +157,8 @@ class BrowserMiddleware(Middleware):
         self._runtime: Runtime | None = None
         self._accounting = Accounting(ledger)
         self._next_count = 0.0
+        #: Why the engine cannot launch, as the boot found it; None: it can.
+        self.engine_problem: str | None = None
 
     @property
     def actor_options(self) -> set[str]:
@@ -276,7 +278,8 @@ class BrowserMiddleware(Middleware):
             found = self._loop.call(self.runtime.engine.check(), timeout_ms=CHECK_TIMEOUT_MS)
             logger.info("engine: %s", found)
         except EngineError as error:
-            logger.critical("this worker has no browser: %s", error)
+            self.engine_problem = f"this worker has no browser: {error}"
+            logger.critical("%s", self.engine_problem)
         except TimeoutError:
             logger.error("the engine %s did not say in time whether it is there", self.runtime.engine.name)
 
