@@ -84,7 +84,7 @@ class BrowserHost:
         self._closed = False
         self._launcher = Launcher(engine, settings, self._clock, too_late=self._launched_too_late)
         self._contexts = Contexts(engine, settings, self.counts, retire=self.retire, spawn=self.spawn)
-        self._probes = Contexts(engine, settings, Counter(), retire=self.retire, spawn=self.spawn)
+        self._probes = Contexts(engine, settings, None, retire=self.retire, spawn=self.spawn)
         self.recycler = Recycler(self, settings, self._clock, self.counts, spawn=self.spawn, turn=turn)
 
     @contextlib.asynccontextmanager
@@ -361,7 +361,7 @@ class BrowserHost:
     # --- the recycler's questions
 
     def usable(self) -> list[Generation]:
-        return [generation for generation in self._live.values() if generation.usable]
+        return [generation for generation in list(self._live.values()) if generation.usable]
 
     def is_wanted(self, generation: Generation) -> bool:
         """The deployment's own is, and one that is in use; a guest's may never be asked for again."""
@@ -395,6 +395,11 @@ class BrowserHost:
     @property
     def is_launching(self) -> bool:
         return bool(self._launches)
+
+    @property
+    def keeps_waiting(self) -> bool:
+        """No browser is up and one is being launched: messages have to wait for it. Of any thread."""
+        return bool(self._launches) and not self.usable()
 
     @property
     def launch_failure(self) -> str | None:

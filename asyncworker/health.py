@@ -13,6 +13,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import os
 import socketserver
 import threading
 import time
@@ -22,7 +23,7 @@ from typing import Any
 from dramatiq import Broker, Worker
 from dramatiq.middleware import Middleware
 
-from asyncworker import health_server, processes
+from asyncworker import health_server
 from asyncworker.errors import ConfigurationError
 from asyncworker.health_sockets import members, new_socket_path
 from asyncworker.identity import Identity
@@ -173,7 +174,7 @@ class Health(Middleware):
             with contextlib.suppress(RuntimeError):  # it has no runtime yet, or none any more
                 slots = browser.runtime.slots
         return {
-            "pid": processes.new_token().pid,
+            "pid": os.getpid(),
             "worker": browser.worker_id if browser is not None else None,
             "state": state,
             "live": live,

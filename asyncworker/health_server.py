@@ -33,6 +33,9 @@ REQUEST_TIMEOUT_S = 5.0
 #: How often a worker process looks whether the port is free.
 TAKE_OVER_S = 1.0
 
+#: A server that is told to stop notices it this soon.
+POLL_S = 0.1
+
 #: A probe's page is asked for by one browser at a time; health by whoever watches.
 BACKLOG = 128
 
@@ -45,7 +48,7 @@ NOT_FOUND: Answer = (HTTPStatus.NOT_FOUND, "text/plain", b"there are /live and /
 class _Handler(BaseHTTPRequestHandler):
     """Gives what the server's `answer` says for the path."""
 
-    server: _Answering
+    server: _TcpServer
     timeout = REQUEST_TIMEOUT_S
     server_version = "asyncworker"
     sys_version = ""
@@ -66,33 +69,40 @@ class _Handler(BaseHTTPRequestHandler):
         """A line for each probe would be all that a log has."""
 
 
-class _Answering:
+class _Quiet:
     """What the servers have in common."""
 
     daemon_threads = True
     block_on_close = False
     request_queue_size = BACKLOG
-    answer: Callable[[str], Answer]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("a request for the health of this worker was not answered", exc_info=True)
 
 
-class _UnixServer(_Answering, socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    pass
+class _Telling(socketserver.BaseRequestHandler):
+    """Says how this process is to whoever connects."""
+
+    server: _UnixServer
+
+    def handle(self) -> None:
+        self.request.settimeout(REQUEST_TIMEOUT_S)
+        self.request.sendall(json.dumps(self.server.facts()).encode())
 
 
-class _TcpServer(_Answering, ThreadingHTTPServer):
+class _UnixServer(_Quiet, socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    facts: Callable[[], dict[str, Any]]
+
+
+class _TcpServer(_Quiet, ThreadingHTTPServer):
+    answer: Callable[[str], Answer]
+
     def server_bind(self) -> None:
         socketserver.TCPServer.server_bind(self)  # HTTPServer asks the name service for a name that no one needs
 
 
 class _Tcp6Server(_TcpServer):
     address_family = socket.AF_INET6
-
-
-def as_json(status: HTTPStatus, facts: dict[str, Any]) -> Answer:
-    return status, "application/json", json.dumps(facts).encode() + b"\n"
 
 
 class Servers:
@@ -103,7 +113,7 @@ class Servers:
 
     def serve(self, server: socketserver.BaseServer, name: str) -> None:
         self._serving.append(server)
-        threading.Thread(target=server.serve_forever, args=(0.1,), name=name, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(POLL_S,), name=name, daemon=True).start()
 
     def stop(self) -> None:
         serving, self._serving = self._serving, []
@@ -116,8 +126,8 @@ def own_socket(path: Path, facts: Callable[[], dict[str, Any]]) -> socketserver.
     """The socket at which this process says how it is; who finds the file can ask at once."""
     unfinished = path.with_suffix(".new")
     unfinished.unlink(missing_ok=True)
-    server = _UnixServer(str(unfinished), _Handler)
-    server.answer = lambda _: as_json(HTTPStatus.OK, facts())
+    server = _UnixServer(str(unfinished), _Telling)
+    server.facts = facts
     unfinished.rename(path)
     return server
 
@@ -145,9 +155,8 @@ class SharedPort:
         self._settings = settings
         self._deployment = deployment_id(settings)
         self._server: _TcpServer | None = None
-        self._binding = threading.Lock()
+        self._serving = threading.Lock()
         self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
         self._said: str | None = None
 
     def begin(self) -> None:
@@ -157,55 +166,57 @@ class SharedPort:
             ConfigurationError: When it can never be: the address is none of this host's, or the port is not for this
                 user.
         """
-        self._bind()
-        self._thread = threading.Thread(target=self._run, name="asyncworker-health-port", daemon=True)
-        self._thread.start()
+        bound = self._bind()
+        threading.Thread(target=self._run, args=(bound,), name="asyncworker-health-port", daemon=True).start()
 
     def end(self) -> None:
         self._stopping.set()
-        with self._binding:
+        with self._serving:
             server, self._server = self._server, None
         if server is not None:
             server.shutdown()
             server.server_close()
 
-    def _run(self) -> None:
-        while (server := self._server) is None:
+    def _run(self, server: _TcpServer | None) -> None:
+        while server is None:
             self._say_who_has_it()
             if self._stopping.wait(TAKE_OVER_S):
                 return
             try:
-                self._bind()
+                server = self._bind()
             except ConfigurationError as error:  # the address was there at the boot
                 logger.error("%s", error)
+        with self._serving:
+            if self._stopping.is_set():
+                server.server_close()
+                return
+            self._server = server
         logger.info("the health of this deployment is answered at %s by this process", self._where)
-        server.serve_forever(0.1)  # at once to its end, when it was told to stop meanwhile
+        server.serve_forever(POLL_S)  # at once to its end, when it was told to stop meanwhile
 
     @property
     def _where(self) -> str:
         host = self._settings.health_host
         return f"http://{f'[{host}]' if ':' in host else host}:{self._settings.health_port}"
 
-    def _bind(self) -> None:
+    def _bind(self) -> _TcpServer | None:
+        """The server; None while someone else has the port."""
         host, port = self._settings.health_host, self._settings.health_port
         try:
             server = (_Tcp6Server if ":" in host else _TcpServer)((host, port), _Handler)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                return
+                return None
             raise ConfigurationError(
                 f"{self._where} cannot be listened at ({error.strerror or error}); set ASYNCWORKER_HEALTH_HOST to an "
                 "address of this host, and ASYNCWORKER_HEALTH_PORT to a port that this user may have, or to 0 for none",
                 name="ASYNCWORKER_HEALTH_PORT",
             ) from error
-        server.answer = self._answer
-        with self._binding:
-            if self._stopping.is_set():
-                server.server_close()
-            else:
-                self._server = server
+        server.answer = self.answer
+        return server
 
-    def _answer(self, path: str) -> Answer:
+    def answer(self, path: str) -> Answer:
+        """What is answered for a path."""
         if path not in ("/live", "/ready"):
             return NOT_FOUND
         answers = ask_all(members(self._settings))
@@ -213,7 +224,8 @@ class SharedPort:
         live = bool(answers) and all(answer["live"] for answer in answers)
         good = live if path == "/live" else state is State.ready
         facts = {"deployment": self._deployment, "state": state, "live": live, "workers": answers}
-        return as_json(HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE, facts)
+        status = HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE
+        return status, "application/json", json.dumps(facts).encode() + b"\n"
 
     def _say_who_has_it(self) -> None:
         """Once for each of them: a worker of this deployment, which is as it should be, or someone else."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import http.client
 import json
 import os
 import re
@@ -110,11 +109,11 @@ def ask_all(asked: Sequence[Member]) -> list[dict[str, Any]]:
 def ask(member: Member) -> dict[str, Any] | None:
     """What one says of itself; None when it has ended. Blocks, at most for `ANSWER_TIMEOUT_S`."""
     try:
-        answer: dict[str, Any] = json.loads(_get(member.path))
+        answer: dict[str, Any] = json.loads(_said(member.path))
         return answer
     except FileNotFoundError:
         return None  # it has ended in order
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except (OSError, ValueError) as error:
         if member.owner.owner_is_gone():
             with contextlib.suppress(OSError):
                 member.path.unlink()
@@ -163,21 +162,13 @@ def _listed(folder: Path) -> list[Path]:
         ) from None
 
 
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: Path) -> None:
-        super().__init__("localhost", timeout=ANSWER_TIMEOUT_S)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(ANSWER_TIMEOUT_S)
-        self.sock.connect(str(self._path))
-
-
-def _get(path: Path) -> bytes:
-    with contextlib.closing(_UnixConnection(path)) as connection:
-        connection.request("GET", "/")
-        return connection.getresponse().read()
+def _said(path: Path) -> bytes:
+    """What is said there to whoever connects."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.settimeout(ANSWER_TIMEOUT_S)
+        asking.connect(str(path))
+        with asking.makefile("rb") as answer:
+            return answer.read()
 
 
 def _is_known(member: Member) -> bool:

@@ -85,7 +85,7 @@ class Prober:
         *,
         home: Callable[[], Identity] | None = None,
         local_url: str | None = None,
-        told: Callable[[], None] = lambda: None,
+        told: Callable[[], object] = lambda: None,
     ) -> None:
         self.last: Probe | None = None
         #: Why the engine cannot launch at all, as the boot found it.
@@ -212,7 +212,7 @@ class Prober:
             return f"it opened no page: {_in_short(error)}"
         finally:
             if lease is not None:
-                self._host.spawn(self._host.take_back_probe(lease))  # bounded, and may take longer than the probe
+                await self._host.take_back_probe(lease)  # bounded; what is in use now is so by messages only
 
     async def _navigate(self, page: Page, limit_ms: int) -> str | None:
         """Load the local page, or the data: URL. What passes the caller's limit is a hang; what raises is an answer."""
@@ -263,7 +263,7 @@ class Prober:
             self._proven = False
         elif proved:
             self._proven = True
-        if self._sick is not None and proved and max(proved) > self._sick_since:
+        if self._sick is not None and proved and max(proved) >= self._sick_since:
             logger.warning("a browser finishes navigations again")
             self._sick, self._replaced_in_a_row = None, 0
         if not self._host.is_launching:

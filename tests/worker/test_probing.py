@@ -37,6 +37,7 @@ class Scene:
         self.host = BrowserHost(
             self.engine, load({}, **values), clock=self.clock, turn=Turn(directory / "recycle.lock")
         )
+        self.host.home = self.engine.launch_key(SEED)
         self.prober = Prober(self.host, load({}, **values), home=lambda: SEED, local_url=local_url)
 
     async def message(self, url: str | None = SHOP, identity: Identity = SEED) -> int:
@@ -76,7 +77,6 @@ async def scene(
     scene.engine.delays.clear()
     await scene.host.close()
     assert not any(browser.alive for browser in scene.engine.browsers)
-    assert all(context.closed for browser in scene.engine.browsers for context in browser.contexts)
     assert scene.host.counts["contexts_opened"] == scene.host.counts["contexts_closed"]
 
 
@@ -150,9 +150,10 @@ async def test_a_worker_whose_engine_is_missing_is_sick(tmp_path: Path) -> None:
 
 
 async def test_a_recycled_browser_does_not_make_a_ready_worker_starting(tmp_path: Path) -> None:
-    async with scene(tmp_path, recycle_after=1) as here:
+    async with scene(tmp_path, recycle_after=2) as here:
         await here.message()
-        here.state()
+        assert here.state() is State.ready
+        await here.message()
         await eventually(lambda: here.host.counts["browsers_recycled"] == 1, "the next one has taken over")
         here.prober.standing = here.prober._stand()
         assert (here.prober.standing.state, here.prober.standing.generation) == (State.ready, 2)
@@ -190,7 +191,8 @@ async def test_a_probe_counts_as_no_message_and_does_not_make_a_browser_used(tmp
         assert await here.pass_interval()
         assert here.host.usable()[0].used_at == used_at
         assert here.host.counts["contexts_opened"] == 1
-        assert len(here.engine.contexts) == 2
+        assert here.host.usable()[0].contexts == 1, "it is not recycled for its probes"
+        assert [context.closed for context in here.engine.contexts] == [True, True]
 
 
 async def test_a_browser_that_serves_as_many_as_it_can_is_not_probed(tmp_path: Path) -> None:
