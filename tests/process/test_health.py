@@ -19,7 +19,7 @@ from asyncworker import processes
 from asyncworker.engines.finding import find
 from asyncworker.health_sockets import ANSWER_TIMEOUT_S, ask_all, members, together
 from asyncworker.settings import load
-from tests.operating import facts, run
+from tests.operating import facts, run, stands
 from tests.site import BehaviourSite
 from tests.waiting import wait_until
 from tests.workers import Deployment, Running
@@ -175,26 +175,54 @@ def test_a_killed_worker_is_not_told_of_and_what_it_left_is_removed(make: Make) 
 # --- launches
 
 
-def test_a_browser_that_takes_long_to_launch_is_waited_for_and_the_worker_is_starting(
+def test_while_a_browser_takes_15_s_to_launch_its_worker_is_starting_and_leaves_messages_to_the_other(
     make: Make, site: BehaviourSite, tmp_path: Path
 ) -> None:
     found = find(load({"ASYNCWORKER_ENGINE": "chromium"}))
     assert found is not None
-    slow = tmp_path / "slow-chromium"
-    slow.write_text(f'#!/bin/sh\nsleep 15\nexec "{found.executable}" "$@"\n')
+    slow = tmp_path / "chromium"
+    slow.write_text(f'#!/bin/sh\nmkdir "{tmp_path}/first" 2>/dev/null && sleep 15\nexec "{found.executable}" "$@"\n')
     slow.chmod(0o700)
     deployment = make(executable_path=slow)
+    with deployment.worker("-p", "2", "-t", "4") as running:
+        running.ready()
+        first = deployment.send("probe.text", f"{site.url}/slow?ms=0")
+        wait_until(lambda: state(deployment) == "starting", "a browser is being launched")
+        said = facts(deployment, "health", code=4)
+        (starting,) = (each for each in said["workers"] if each["state"] == "starting")
+        assert starting["live"]
+        assert "is being launched" in starting["reason"]
+        others = [deployment.send("probe.visit", site.product_url(number)) for number in range(1, 13)]
+        served_by = {deployment.result(each)["pid"] for each in others}
+        assert [row.outcome for row in deployment.rows(first)] == ["running"], "the others did not wait for the launch"
+        assert served_by == set(running.workers) - {starting["pid"]}
+        assert deployment.result(first) == "slow"
+        wait_until(lambda: state(deployment) == "ready", "both are ready")
+        assert {each["pid"] for each in answers(deployment)} == set(running.workers), "no one was replaced"
+        assert running.stop() == 0
+    rows = deployment.rows(first)
+    assert [(row.worker, row.outcome) for row in rows] == [(starting["worker"], "succeeded")]
+    assert not any(len(deployment.rows(each)) > 1 for each in others)
+
+
+def test_with_warm_a_worker_takes_its_first_message_when_its_browser_is_up(
+    make: Make, site: BehaviourSite, tmp_path: Path
+) -> None:
+    found = find(load({"ASYNCWORKER_ENGINE": "chromium"}))
+    assert found is not None
+    held = tmp_path / "chromium"
+    held.write_text(f'#!/bin/sh\nwhile [ ! -e "{tmp_path}/go" ]; do sleep 0.1; done\nexec "{found.executable}" "$@"\n')
+    held.chmod(0o700)
+    deployment = make(executable_path=held, warm=True)
+    message = deployment.send("probe.text", f"{site.url}/slow?ms=0")
     with deployment.worker() as running:
         worker_of(running)
-        message = deployment.send("probe.text", f"{site.url}/slow?ms=0")
-        answer = comes(deployment, "starting")
-        assert "is being launched" in answer["reason"]
-        assert answer["live"]
-        assert facts(deployment, "health", code=4)["state"] == "starting"
+        comes(deployment, "starting")
+        assert stands(deployment, "default")["waiting"] == 1
+        (tmp_path / "go").touch()
         assert deployment.result(message) == "slow"
-        assert comes(deployment, "ready")["browser"] == 1
+        comes(deployment, "ready")
         assert running.stop() == 0
-    assert [row.outcome for row in deployment.rows(message)] == ["succeeded"]
 
 
 def test_a_browser_that_does_not_launch_makes_the_worker_sick_and_health_says_why(make: Make, tmp_path: Path) -> None:
