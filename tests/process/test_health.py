@@ -218,6 +218,8 @@ def test_with_warm_a_worker_takes_its_first_message_when_its_browser_is_up(
     with deployment.worker() as running:
         worker_of(running)
         comes(deployment, "starting")
+        plain = deployment.send("note_and_answer", str(tmp_path / "notes"), 7, queue="noted")
+        assert deployment.result(plain) == 7, "no browser is needed for it"
         assert stands(deployment, "default")["waiting"] == 1
         (tmp_path / "go").touch()
         assert deployment.result(message) == "slow"
@@ -225,17 +227,25 @@ def test_with_warm_a_worker_takes_its_first_message_when_its_browser_is_up(
         assert running.stop() == 0
 
 
-def test_a_browser_that_does_not_launch_makes_the_worker_sick_and_health_says_why(make: Make, tmp_path: Path) -> None:
+def test_a_browser_that_does_not_launch_makes_the_worker_sick_until_a_later_launch_succeeds(
+    make: Make, site: BehaviourSite, tmp_path: Path
+) -> None:
+    found = find(load({"ASYNCWORKER_ENGINE": "chromium"}))
+    assert found is not None
     broken = tmp_path / "broken-chromium"
     broken.write_text("#!/bin/sh\necho 'no such display' >&2\nexit 1\n")
     broken.chmod(0o700)
-    deployment = make(executable_path=broken)
+    deployment = make(executable_path=broken, launch_backoff_ms=3_000)
     with deployment.worker() as running:
         worker_of(running)
         deployment.send("probe.text", "http://127.0.0.1:9/")
         answer = comes(deployment, "sick")
-        assert "in a row failed: chromium did not start" in answer["reason"]
+        assert "launch 1 in a row failed: chromium did not start" in answer["reason"]
         assert answer["live"], "a restart would not help"
+        broken.write_text(f'#!/bin/sh\nexec "{found.executable}" "$@"\n')
+        assert deployment.result(deployment.send("probe.text", f"{site.url}/slow?ms=0")) == "slow"
+        assert "ms before chromium is launched again" in running.log, "the second launch came after a pause"
+        assert comes(deployment, "ready")["pid"] == answer["pid"]
         assert running.stop() == 0
 
 
