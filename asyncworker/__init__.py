@@ -12,6 +12,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     lineage, processes, scratch, engines/       whose process or directory is this; what launches a browser
     generation, launching, contexts             one browser; how it and its contexts begin and end
     turn, recycling, browser                    when it is replaced; the owner of all
+    probing                                     whether a browser still finishes a navigation
     lending, watch, loop, session, runtime      one attempt on it, and what its code receives
     state_dirs, embedded, vetting               the edges: a store to begin with, and whether it will do
     connecting, patience                        how it is reached, and waited for
@@ -20,6 +21,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     attempt_log, backlog, accounting            a log line and a row for each attempt, also while the store is away
     middleware, time_limit, watchdog            what fires when; how long code may run, and what if it does not end
     redelivery, losses, retries, fitness        which messages are run again; what a worker needs
+    health_sockets, health_server, health       how a worker process is, asked from outside
     prefetch, supervised                        how much it takes; what stands above it, and hears that it is ready
     consumer                                    what takes messages off a queue
     exchange, delivery                          how a producer asks the store, and has it take messages
@@ -33,7 +35,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     broker_checks, doctor                       how it looks at what is there,
     queues, dead_letters, identities, demo/     with its demo
     terminal, cli_once, cli_dead_letters        its words,
-    cli_queues, cli_reap, cli                   and what it prints
+    cli_queues, cli_reap, cli_health, cli       and what it prints
     fakes, testing, pytest_plugin               for users' tests and ours
 
 Browser libraries are imported on use: importing this package costs a producer no 0.4 s.
