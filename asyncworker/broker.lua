@@ -16,10 +16,13 @@
 --   <namespace>:<queue>.losses                hash of id to how often it was lost: begun by a worker that died then
 --   <namespace>:__ahead__.<broker>.<queue>    set of the ids that a broker's worker has fetched ahead and not begun
 --   <namespace>:<queue>.unique                hash of unique messages: what holds k.<key>, and each id's message and key
+--   <namespace>:<queue>.cancelled            set of the message ids of the queue that were cancelled here, for a while
 --   <namespace>:__queues__                    sorted set of queues by when a worker consumed them last
 --   <namespace>:__sent__.<broker>.<slot>      the first id of what a producer has sent last from this slot, for a while
 --   <namespace>:__fence__                     the last fence: a number that each message gets when it is fetched
 --   <namespace>:__beat__                      when any worker of ours last looked for dead ones
+--   <namespace>:__cancelled__                 sorted set of all cancelled message ids by when they are forgotten, and
+--   <namespace>:__cancelled__.serial          a number that changes with each of them (cancellations.py)
 --   <namespace>:__away__                      there while no one is taken for dead, since the store was away itself
 --
 -- A delayed id is in the list .DQ (whoever pops it owns it) or in .DQ.due, never in both; when it is due, its body
@@ -48,6 +51,8 @@ local dead_bodies = dead .. ".msgs"
 local paused = waiting .. ".paused"
 local losses = waiting .. ".losses"
 local unique = waiting .. ".unique"
+local cancelled_here = waiting .. ".cancelled"
+local cancelled = namespace .. ":__cancelled__"
 local heartbeats = namespace .. ":__heartbeats__"
 local consumed = namespace .. ":__queues__"
 local fence = namespace .. ":__fence__"
@@ -537,8 +542,51 @@ function commands.leave()
 end
 
 function commands.purge()
+    if redis.call("exists", cancelled_here) == 1 then
+        for _, message in ipairs(redis.call("smembers", cancelled_here)) do redis.call("zrem", cancelled, message) end
+        redis.call("incr", cancelled .. ".serial")
+        redis.call("del", cancelled_here)
+    end
     redis.call("del", waiting, bodies, delayed, delayed_bodies, due, wake, dead, dead_bodies, losses, unique,
         acks_of(broker, canonical), acks_of(broker, canonical .. ".DQ"), ahead_of(broker, canonical))
+end
+
+-- The broker whose worker has fetched an id, under the queue's name or that of its delayed messages; else nil.
+local function fetched_by(id)
+    for _, who in ipairs(redis.call("zrange", heartbeats, 0, -1)) do
+        for _, name in ipairs({canonical, canonical .. ".DQ"}) do
+            if redis.call("sismember", acks_of(who, name), id) == 1 then return who, name end
+        end
+    end
+end
+
+-- cancel(id, message id, kept_ms, timeout, timeout of Dramatiq's own brokers): drops a message that was noted as
+-- cancelled, unless a living worker has it. Answers with where it was: "waiting", "delayed", "lost" (a dead worker had
+-- it), "fetched" and "begun" (a living one has it, and it was not dropped), "dead" or "gone".
+function commands.cancel(id, message, kept_ms, timeout, plain_timeout)
+    though_full()
+    local where, its_bodies = nil, bodies
+    if redis.call("hexists", delayed_bodies, id) == 1 then
+        if redis.call("zrem", due, id) + redis.call("lrem", delayed, 1, id) > 0 then where = "delayed" end
+        its_bodies = delayed_bodies
+    elseif redis.call("hexists", bodies, id) == 0 then
+        return redis.call("hexists", dead_bodies, id) == 1 and "dead" or "gone"
+    elseif redis.call("lrem", waiting, 1, id) > 0 then
+        where = "waiting"
+    end
+    if not where then
+        local who, name = fetched_by(id)
+        local heard_at = who and redis.call("zscore", heartbeats, who)
+        if who and not is_silent(who, heard_at, now(), timeout, plain_timeout) then
+            return redis.call("sismember", ahead_of(who, canonical), id) == 1 and "fetched" or "begun"
+        end
+        if who then redis.call("srem", acks_of(who, name), id) end
+        where = "lost"
+    end
+    redis.call("sadd", cancelled_here, message)
+    redis.call("pexpire", cancelled_here, kept_ms)
+    drop_bodies(its_bodies, {id})
+    return where
 end
 
 -- qsize(): everything of the queue that is not acknowledged, delayed messages too.

@@ -19,6 +19,7 @@ from dramatiq import Broker, Message, MessageProxy
 from dramatiq.middleware import Shutdown, SkipMessage
 
 from asyncworker.accounting import LOSSES_OPTION, NOTED_LOSSES_OPTION, now_ms
+from asyncworker.cancellations import is_cancelled
 from asyncworker.ledger import Ledger, Outcome, Row
 from asyncworker.middleware import Middleware, emit
 from asyncworker.patience import patiently
@@ -65,14 +66,16 @@ class Losses(Middleware):
             if losses > message.options.get(NOTED_LOSSES_OPTION, 0):
                 self._note(broker, message, losses, most)
                 message.options[NOTED_LOSSES_OPTION] = losses
-            if losses >= most:
+            if losses >= most and not is_cancelled(broker, message):
                 message.fail()
                 raise TooManyLosses(
                     f"message {message.message_id} ({message.actor_name}) was lost {losses} times: the worker process "
                     f"died under it each time; it may be lost {most} times (ASYNCWORKER_MAX_LOSSES, or max_losses of "
                     "the actor)"
                 )
-        self._gate.enter(broker, alone=0 < losses == self._most(broker, message) - 1)
+        self._gate.enter(
+            broker, alone=0 < losses == self._most(broker, message) - 1 and not is_cancelled(broker, message)
+        )
         if losses and hasattr(broker, "begin"):
             broker.begin(message)
 

@@ -30,13 +30,13 @@ engines.capabilities engines.importing engines.profile engines.lifeline engines.
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
 generation launching contexts turn recycling browser lending watch loop session runtime
 state_dirs embedded vetting connecting patience settling alarm heartbeat
-unique at_most_once attempt_log accounting middleware time_limit watchdog losses retries fitness supervised
-prefetch consumer exchange delivery result_watch results producing redis_broker
-speaking rabbitmq_consumer rabbitmq broker actor
+unique at_most_once cancellations attempt_log accounting middleware time_limit watchdog interrupts losses
+retries fitness supervised prefetch consumer exchange delivery result_watch results producing redis_broker
+speaking rabbitmq_consumer rabbitmq broker cancelling actor
 asyncworker
 deployment actors kept_worker supervisor
 broker_checks commands installing doctor sending queues dead_letters identities demo demo.site demo.run
-terminal cli_once cli_dead_letters cli_queues cli_reap cli __main__
+terminal cli_once cli_dead_letters cli_queues cli_reap cli_cancel cli __main__
 fakes testing pytest_plugin
 """
 
