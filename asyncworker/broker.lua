@@ -16,7 +16,6 @@
 --   <namespace>:<queue>.losses                hash of id to how often it was lost: begun by a worker that died then
 --   <namespace>:__ahead__.<broker>.<queue>    set of the ids that a broker's worker has fetched ahead and not begun
 --   <namespace>:<queue>.unique                hash of unique messages: what holds k.<key>, and each id's message and key
---   <namespace>:<queue>.cancelled            set of the message ids of the queue that were cancelled here, for a while
 --   <namespace>:__queues__                    sorted set of queues by when a worker consumed them last
 --   <namespace>:__sent__.<broker>.<slot>      the first id of what a producer has sent last from this slot, for a while
 --   <namespace>:__fence__                     the last fence: a number that each message gets when it is fetched
@@ -51,8 +50,6 @@ local dead_bodies = dead .. ".msgs"
 local paused = waiting .. ".paused"
 local losses = waiting .. ".losses"
 local unique = waiting .. ".unique"
-local cancelled_here = waiting .. ".cancelled"
-local cancelled = namespace .. ":__cancelled__"
 local heartbeats = namespace .. ":__heartbeats__"
 local consumed = namespace .. ":__queues__"
 local fence = namespace .. ":__fence__"
@@ -542,11 +539,6 @@ function commands.leave()
 end
 
 function commands.purge()
-    if redis.call("exists", cancelled_here) == 1 then
-        for _, message in ipairs(redis.call("smembers", cancelled_here)) do redis.call("zrem", cancelled, message) end
-        redis.call("incr", cancelled .. ".serial")
-        redis.call("del", cancelled_here)
-    end
     redis.call("del", waiting, bodies, delayed, delayed_bodies, due, wake, dead, dead_bodies, losses, unique,
         acks_of(broker, canonical), acks_of(broker, canonical .. ".DQ"), ahead_of(broker, canonical))
 end
@@ -560,10 +552,10 @@ local function fetched_by(id)
     end
 end
 
--- cancel(id, message id, kept_ms, timeout, timeout of Dramatiq's own brokers): drops a message that was noted as
--- cancelled, unless a living worker has it. Answers with where it was: "waiting", "delayed", "lost" (a dead worker had
--- it), "fetched" and "begun" (a living one has it, and it was not dropped), "dead" or "gone".
-function commands.cancel(id, message, kept_ms, timeout, plain_timeout)
+-- cancel(id, timeout, timeout of Dramatiq's own brokers): drops a message, unless a living worker has it. Answers with
+-- where it was: "waiting", "delayed", "lost" (a dead worker had it), "running" (a living one has it, and it was not
+-- dropped), "dead" or "gone".
+function commands.cancel(id, timeout, plain_timeout)
     though_full()
     local where, its_bodies = nil, bodies
     if redis.call("hexists", delayed_bodies, id) == 1 then
@@ -578,13 +570,11 @@ function commands.cancel(id, message, kept_ms, timeout, plain_timeout)
         local who, name = fetched_by(id)
         local heard_at = who and redis.call("zscore", heartbeats, who)
         if who and not is_silent(who, heard_at, now(), timeout, plain_timeout) then
-            return redis.call("sismember", ahead_of(who, canonical), id) == 1 and "fetched" or "begun"
+            return "running"
         end
         if who then redis.call("srem", acks_of(who, name), id) end
         where = "lost"
     end
-    redis.call("sadd", cancelled_here, message)
-    redis.call("pexpire", cancelled_here, kept_ms)
     drop_bodies(its_bodies, {id})
     return where
 end

@@ -24,16 +24,16 @@ KEPT_MS = 8 * 86_400_000
 MOST = 10_000
 
 #: What a cancelled attempt raises, where nothing more is known.
-BY_COMMAND = "it was cancelled by `asyncworker cancel`, and is not run again"
+SENTENCE = "it was cancelled, and is not run again"
 
 
 class Cancelled(Interrupt):
-    """This message was cancelled by a person: it is not run again, and is no failure.
+    """This message was cancelled (`asyncworker cancel`): it is not run again, and is no failure.
 
-    Not raised where the message had ended before its worker heard of it.
+    Not raised where its code had ended in order before its worker heard of it: then it has succeeded.
     """
 
-    def __init__(self, text: str = BY_COMMAND) -> None:
+    def __init__(self, text: str = SENTENCE) -> None:
         super().__init__(text)
 
 
@@ -88,10 +88,15 @@ redis.call("del", KEYS[2] .. ".none")
 local time = redis.call("time")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 redis.call("zremrangebyscore", KEYS[1], "-inf", now)
+local changed = 0
 for i = 4, #ARGV do
-    if ARGV[3] == "add" then redis.call("zadd", KEYS[1], now + ARGV[1], ARGV[i]) end
-    if ARGV[3] == "remove" then redis.call("zrem", KEYS[1], ARGV[i]) end
+    if ARGV[3] == "add" then
+        changed = changed + redis.call("zadd", KEYS[1], "CH", now + ARGV[1], ARGV[i])
+    else
+        changed = changed + redis.call("zrem", KEYS[1], ARGV[i])
+    end
 end
+if changed == 0 then return end
 redis.call("zremrangebyrank", KEYS[1], 0, -ARGV[2] - 1)
 redis.call("incr", KEYS[2])
 redis.call("pexpire", KEYS[1], ARGV[1])
@@ -181,4 +186,4 @@ def as_cancelled(broker: Any, message: MessageProxy, exception: BaseException | 
     """What an attempt has come to: whatever the code of a cancelled message raises, it was cancelled."""
     if exception is None or isinstance(exception, Cancelled) or not is_cancelled(broker, message):
         return exception
-    return Cancelled(f"{BY_COMMAND}; its code ended with {type(exception).__name__}: {exception}"[:500])
+    return Cancelled(f"{SENTENCE}; its code ended with {type(exception).__name__}: {exception}"[:500])

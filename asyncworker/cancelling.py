@@ -1,12 +1,13 @@
 """Cancelling messages: `asyncworker.cancel(message)`, and what the command `asyncworker cancel` does.
 
-First the ids are noted as cancelled, so that no worker begins one from then on (cancellations.py); then the messages are
-looked for. What waits is dropped here, and gets its row and its error. What runs is ended by its worker, which hears of
-it within a second, and is waited for. Looking takes one pass over the bodies that the broker holds, however many ids.
+First the ids are noted as cancelled, so that no worker begins one from then on (cancellations.py); then the messages
+are looked for. What waits is dropped here, and gets its row and its error. What runs is ended by its worker, which
+hears of it within a second, and is waited for. Looking takes a pass over the bodies that the broker holds.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -19,12 +20,11 @@ from dramatiq import Broker, Message
 from dramatiq.errors import DecodeError
 
 from asyncworker.accounting import now_ms
-from asyncworker.cancellations import BY_COMMAND, KEPT_MS, Cancellations, Cancelled
+from asyncworker.cancellations import SENTENCE, Cancellations, Cancelled
 from asyncworker.errors import BrokerUnavailable, ConfigurationError
 from asyncworker.interrupts import store_error
 from asyncworker.ledger import Ledger, Outcome, Row, text
 from asyncworker.middleware import ledger_of
-from asyncworker.producing import aside
 from asyncworker.redis_broker import PLAIN_TIMEOUT_MS, WorkerBroker
 
 #: How long the end of what runs is waited for, unless told otherwise; it is looked for this often.
@@ -37,6 +37,9 @@ KEYS_AT_ONCE, BODIES_AT_ONCE = 1_000, 500
 #: What the error of a row begins with whose message was cancelled.
 _MARK = f"{Cancelled.__name__}:"
 
+#: Outcomes after which a message is not run again by itself.
+_FINAL = (Outcome.succeeded, Outcome.rejected)
+
 
 class Found(StrEnum):
     """Where a message was when it was cancelled."""
@@ -44,11 +47,14 @@ class Found(StrEnum):
     waiting = "waiting"
     delayed = "delayed"  # a retry that waits for its time, too
     lost = "lost"  # a worker had it that died
-    running = "running"  # a living worker has it, begun or not
-    ended = "ended"  # before it could be cancelled
-    dead = "dead"  # a dead letter, which is not cancelled
-    noted = "noted"  # in a queue that cannot be looked into: dropped by the worker that takes it
+    running = "running"  # a living worker has it
+    ended = "ended"  # before it could be cancelled, or it was cancelled before
+    dead = "dead"  # a dead letter, which no worker takes
+    noted = "noted"  # in a queue that cannot be looked into: the worker that takes it drops it
     unknown = "unknown"
+
+
+_DROPPED = (Found.waiting, Found.delayed, Found.lost)
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class Cancellation:
     """What became of a message that was to be cancelled.
 
     Attributes:
-        is_cancelled: True when it is not run, or no more: it was dropped, or its attempt has ended by this.
+        is_cancelled: True when it will not run, or no more: it was dropped, or its attempt has ended without success.
         outcome: How its last attempt ended; None: there was none, or it has not ended, or the ledger knows nothing.
         worker: Which worker process had it last.
         took_ms: From the call to its end, of one that was running.
@@ -91,8 +97,7 @@ def cancel(message: Message[Any] | str, *, wait_ms: int = WAIT_MS, broker: Broke
 
 async def acancel(message: Message[Any] | str, *, wait_ms: int = WAIT_MS, broker: Broker | None = None) -> Cancellation:
     """`cancel` from any event loop, without blocking it. When this is cancelled, the message may be nevertheless."""
-    broker = broker or dramatiq.get_broker()
-    return await aside(broker, lambda: cancel(message, wait_ms=wait_ms, broker=broker))
+    return await asyncio.to_thread(cancel, message, wait_ms=wait_ms, broker=broker)
 
 
 def cancel_many(
@@ -114,8 +119,8 @@ def cancel_many(
     except redis.RedisError as error:
         where = getattr(broker, "where", type(broker).__name__)
         raise BrokerUnavailable(
-            f"the store of the broker ({where}) does not answer: {error}; some of the messages may be cancelled, cancel "
-            "them again",
+            f"the store of the broker ({where}) does not answer: {error}; some of the messages may be cancelled, "
+            "cancel them again",
             url=where,
         ) from error
     return [cases[each].answer() for each in ids]
@@ -129,30 +134,44 @@ class _Case:
     #: Its bodies in the store: (queue, id in the store). A retry is another one than what is retried.
     places: set[tuple[str, str]] = field(default_factory=set)
     message: Message[Any] | None = None
-    found: Found | None = None
+    found: Found = Found.unknown
     is_settled: bool = False
     last: Row | None = None
     began: float = field(default_factory=time.monotonic)
     took_ms: int | None = None
 
-    def settle(self, found: Found | None = None) -> None:
-        self.is_settled, self.found = True, self.found or found
-        self.took_ms = round((time.monotonic() - self.began) * 1000)
+    @property
+    def outcome(self) -> Outcome | None:
+        return self.last.outcome if self.last is not None and self.last.outcome is not Outcome.running else None
+
+    @property
+    def is_final(self) -> bool:
+        """True when its last attempt was its last, unless a dead letter is retried."""
+        return self.outcome in _FINAL
+
+    def settle(self, found: Found) -> None:
+        self.is_settled, self.found = True, found
+        self.took_ms = round((time.monotonic() - self.began) * 1000) if found is Found.running else None
 
     def answer(self) -> Cancellation:
-        found, row = self.found or Found.unknown, self.last
-        dropped = found in (Found.waiting, Found.delayed, Found.lost)
-        outcome = row.outcome if row is not None and row.outcome is not Outcome.running else None
-        by_this = row is not None and outcome is Outcome.rejected and (row.error or "").startswith(_MARK)
-        no_more = outcome is not Outcome.succeeded and found is Found.running
         return Cancellation(
             self.message_id,
-            found,
-            is_cancelled=dropped or (self.is_settled and (no_more or (by_this and found is Found.running))),
-            outcome=str(outcome) if outcome is not None else None,
-            worker=row.worker or None if row is not None else None,
-            took_ms=self.took_ms if found is Found.running and self.is_settled else None,
+            self.found,
+            is_cancelled=self._is_cancelled(),
+            outcome=str(self.outcome) if self.outcome is not None else None,
+            worker=self.last.worker or None if self.last is not None else None,
+            took_ms=self.took_ms,
         )
+
+    def _is_cancelled(self) -> bool:
+        match self.found:
+            case Found.waiting | Found.delayed | Found.lost | Found.noted:
+                return True
+            case Found.running:
+                return self.is_settled and self.outcome is not Outcome.succeeded
+            case Found.ended:  # idempotent: it was cancelled by an earlier call
+                return self.last is not None and (self.last.error or "").startswith(_MARK)
+        return False
 
 
 class _Look:
@@ -172,32 +191,24 @@ class _Look:
             self._find([case for case in self._cases if not case.places])
         for case in self._cases:
             self._look(case)
-        while (pending := self._pending()) and time.monotonic() < deadline:
+        while (pending := [case for case in self._cases if not case.is_settled]) and time.monotonic() < deadline:
             time.sleep(LOOK_S)
             for case in pending:
                 self._look(case)
-        if dead := [case.message_id for case in self._cases if case.found is Found.dead]:
-            self._cancellations.records.remove(dead)  # else none could be retried
-
-    def _pending(self) -> list[_Case]:
-        return [case for case in self._cases if not case.is_settled]
 
     def _look(self, case: _Case) -> None:
-        states = {self._drop(case, *place) for place in case.places} if self._store is not None else set()
+        states = {self._drop(*place) for place in case.places}
         rows = self._ledger.rows(case.message_id)
         case.last = rows[-1] if rows else None
-        is_open = case.last is not None and case.last.outcome is Outcome.running
-        if dropped := states & {"waiting", "delayed", "lost"}:
+        if dropped := states.intersection(_DROPPED):
             self._dropped(case, Found(dropped.pop()))
-        elif states & {"begun", "fetched"}:
+        elif Found.running in states or (self._store is None and case.last is not None and case.outcome is None):
             case.found = Found.running
-        elif "dead" in states:
+        elif Found.dead in states:
             case.settle(Found.dead)
-        elif self._store is None and is_open:
-            case.found = Found.running
         elif case.found is Found.running:
             self._ended(case)
-        elif self._store is None and (case.last is None or case.last.outcome not in _FINAL):
+        elif self._store is None and not case.is_final:
             case.settle(Found.noted)
         else:
             case.settle(Found.ended if case.last is not None else Found.unknown)
@@ -205,21 +216,20 @@ class _Look:
     def _ended(self, case: _Case) -> None:
         """What ran has ended, or it is on its way to where it waits for its retry."""
         known = set(case.places)
-        if case.last is not None and case.last.outcome not in _FINAL:
+        if not case.is_final:
             self._find([case])
         if case.places == known:
-            case.settle()
+            case.settle(Found.running)
 
-    def _drop(self, case: _Case, queue: str, identifier: str) -> str:
+    def _drop(self, queue: str, identifier: str) -> str:
         broker: Any = self._broker
         timeout_ms = broker.heartbeat_timeout
-        words = (identifier, case.message_id, KEPT_MS, timeout_ms, max(timeout_ms, PLAIN_TIMEOUT_MS))
-        return text(broker.do_cancel(queue, *words))
+        return text(broker.do_cancel(queue, identifier, timeout_ms, max(timeout_ms, PLAIN_TIMEOUT_MS)))
 
     def _dropped(self, case: _Case, found: Found) -> None:
         """Close the account of what was dropped, as its worker would."""
-        error, at_ms, message = Cancelled(f"{BY_COMMAND}; it was {found}"), now_ms(), case.message
-        if case.last is not None and case.last.outcome is Outcome.running:
+        error, at_ms, message = Cancelled(f"{SENTENCE}; it was {found}"), now_ms(), case.message
+        if case.last is not None and case.outcome is None:
             self._ledger.close(case.last.closed(Outcome.lost, at_ms))
         if message is not None:
             seed = message.kwargs.get("seed")
@@ -257,16 +267,12 @@ class _Look:
                 case.message = message
 
 
-#: Outcomes after which a message is not run again by itself.
-_FINAL = (Outcome.succeeded, Outcome.rejected)
-
-
 def _bodies(broker: WorkerBroker) -> Iterator[tuple[str, str, bytes]]:
     """Each body in the store with its queue and its id, those of dead letters last."""
     client: Any = broker.client
     prefix = f"{broker.namespace}:"
     keys = [text(key) for key in client.scan_iter(match=f"{prefix}*.msgs", count=KEYS_AT_ONCE)]
-    for key in sorted(keys, key=lambda key: key.endswith(".XQ.msgs")):
+    for key in sorted(keys, key=lambda key: (key.endswith(".XQ.msgs"), key)):
         queue = key.removeprefix(prefix).removesuffix(".msgs").removesuffix(".DQ").removesuffix(".XQ")
         for identifier, body in client.hscan_iter(key, count=BODIES_AT_ONCE):
             yield queue, identifier.decode(errors="replace"), body

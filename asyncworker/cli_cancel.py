@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from asyncworker.cancelling import Cancellation
 
 CODES = (
-    "Exit code 0: all of them are cancelled; 1: one had ended already, has not ended yet, is a dead letter or is not "
-    "known; 2: it cannot be done, and why."
+    "Exit code 0: none of them runs, or will; 1: one has succeeded, has not ended yet, is a dead letter or is unknown; "
+    "2: it cannot be done, and why."
 )
 
 
@@ -61,17 +61,22 @@ def sentence(answer: Cancellation, wait_ms: int) -> str:
             return f"{what} was delayed and is dropped"
         case "lost":
             return f"{what} was with a worker that has died; it is dropped"
+        case "running" if answer.outcome == "succeeded":
+            return f"{what} was running{on} and has succeeded before its worker heard of this"
         case "running" if answer.is_cancelled:
             how = f" ({answer.outcome})" if answer.outcome else ""
             return f"{what} was running{on} and ended after {answer.took_ms} ms{how}"
-        case "running" if answer.outcome is not None:
-            return f"{what} was running{on} and ended before its worker heard of this: {answer.outcome}"
         case "running":
-            return f"{what} is running{on} and has not ended within {wait_ms} ms; its worker goes on ending it"
+            return (
+                f"{what} is running{on} and has not ended within {wait_ms} ms; its worker ends it, or if that is dead "
+                "the next one drops it"
+            )
+        case "ended" if answer.is_cancelled:
+            return f"{what} had been cancelled already"
         case "ended":
-            return f"{what} had ended already: {answer.outcome}"
+            return f"{what} had ended already: {answer.outcome or 'how is not known'}"
         case "dead":
             return f"{what} is a dead letter, which no worker takes; `asyncworker dead discard` drops it"
         case "noted":
-            return f"{what} is dropped by the worker that takes it; RabbitMQ's queues cannot be looked into"
+            return f"{what} is noted as cancelled: the worker that takes it drops it, or ends it if it is running"
     return f"the broker knows no message {answer.message_id}; should one come with that id, it is dropped"

@@ -86,14 +86,10 @@ class Interrupts(Middleware):
     ) -> None:
         self._over()
         cancellations = _of(broker)
-        if cancellations is None or message.message_id not in cancellations:
+        if cancellations is None or exception is None:
             return
-        if exception is None:
-            # The other hooks, which come after this one, shall not take it for a success: Dramatiq calls all of them
-            # again, with this.
-            raise Cancelled("it was cancelled by `asyncworker cancel`; its code ended nevertheless")
-        error = as_cancelled(broker, message, exception)
-        store_error(broker, message, error or exception)
+        if isinstance(error := as_cancelled(broker, message, exception), Cancelled):
+            store_error(broker, message, error)
 
     def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:
         self._over()
