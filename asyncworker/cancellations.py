@@ -17,6 +17,8 @@ from typing import Any, Protocol
 from dramatiq import MessageProxy
 from dramatiq.middleware import Interrupt
 
+from asyncworker.ledger import text
+
 #: The ids are known for so long: a retry waits for seven days at the most.
 KEPT_MS = 8 * 86_400_000
 
@@ -126,7 +128,7 @@ class RedisCancelRecords:
         return serial_of(self._client.get(self.serial_key))
 
     def all(self) -> frozenset[str]:
-        return frozenset(each.decode() for each in self._client.zrange(self.key, 0, -1))
+        return frozenset(text(each) for each in self._client.zrange(self.key, 0, -1))
 
     def has(self, message_id: str) -> bool:
         return self._client.zscore(self.key, message_id) is not None
@@ -137,7 +139,7 @@ class RedisCancelRecords:
 
 def serial_of(answer: bytes | str | None) -> str:
     """The serial number as it is compared, from what the store says."""
-    return answer.decode() if isinstance(answer, bytes) else answer or ""
+    return text(answer or "")
 
 
 class Cancellations:
