@@ -56,7 +56,8 @@ _current: ContextVar[_Limit | None] = ContextVar("asyncworker_time_limit", defau
 class TimeLimit(DramatiqTimeLimit):
     """Interrupts the thread of an attempt whose time limit has passed.
 
-    It stands last in the order: the hooks of the others, which may wait for a store that is away, are not interrupted.
+    It stands near the end of the order: the hooks of the others, which may wait for a store that is away, are not
+    interrupted.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -106,6 +107,12 @@ class TimeLimit(DramatiqTimeLimit):
         """The attempt's code has ended, on the loop."""
         if (limit := _current.get()) is not None:
             self._set(limit, self._opening_ms)
+
+    def expect_end(self, thread: int) -> None:
+        """What a thread is at was cancelled: from now on it is overdue, if it does not end."""
+        with self._setting:
+            if (limit := self._limits.get(thread)) is not None:
+                limit.ends = time.monotonic()
 
     @property
     def at_work(self) -> int:
