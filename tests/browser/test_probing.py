@@ -56,7 +56,15 @@ def network_processes() -> list[psutil.Process]:
     """Through which this process's Chromiums load everything but what they make themselves."""
     me = processes.new_token()
     below = processes.carriers(lambda token: token.role == "browser" and token.pid == me.pid)
-    return [one for one in below if any("network.mojom.NetworkService" in word for word in one.cmdline())]
+    return [one for one in below if any("network.mojom.NetworkService" in word for word in words_of(one))]
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """Of its command line; none, when it has just ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 async def test_a_browser_that_answers_and_finishes_no_navigation_is_replaced_and_messages_run_on_the_next_one(

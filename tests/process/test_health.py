@@ -249,6 +249,14 @@ def test_a_browser_that_does_not_launch_makes_the_worker_sick_until_a_later_laun
         assert running.stop() == 0
 
 
+def words_of(process: psutil.Process) -> list[str]:
+    """Of its command line; none, when it has just ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 def test_a_browser_that_answers_and_loads_nothing_is_not_ready_within_two_probes_and_replaced(
     make: Make, site: BehaviourSite
 ) -> None:
@@ -259,7 +267,7 @@ def test_a_browser_that_answers_and_loads_nothing_is_not_ready_within_two_probes
         wait_until(lambda: (answers(deployment)[0]["probe"] or {}).get("failure", "") is None, "a probe has passed")
         tokens = running.tokens("browser")
         below = processes.carriers(lambda token: token in tokens)
-        frozen = [one for one in below if any("network.mojom.NetworkService" in word for word in one.cmdline())]
+        frozen = [one for one in below if any("network.mojom.NetworkService" in word for word in words_of(one))]
         assert frozen
         for process in frozen:
             process.suspend()
