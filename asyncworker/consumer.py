@@ -127,6 +127,8 @@ class WorkerConsumer(_RedisConsumer):
             self._freed.clear()  # before the look at what there is: what is done from here on ends the wait
             if not self._fetched and (room := self._room()) > 0:
                 self._fetch(room)
+                if self.broker.is_stopping:  # it was told to stop while it waited for one
+                    continue
                 if not self._fetched:
                     return None
             if not self._fetched or not self._prefetch.may_hand_out():

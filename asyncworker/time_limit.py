@@ -13,7 +13,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 from dramatiq import Broker, MessageProxy, Worker
+from dramatiq.middleware import Shutdown
 from dramatiq.middleware import TimeLimit as DramatiqTimeLimit
+from dramatiq.middleware.threading import raise_thread_exception
 
 from asyncworker.browser import MOST_DEAD_BROWSERS
 from asyncworker.middleware import SESSION_OPTION, BrowserMiddleware
@@ -43,6 +45,7 @@ class _Limit:
     at: Overdue
     limit_ms: float
     ends: float = float("inf")
+    is_interrupted: bool = False  # by a stop
 
     @property
     def thread(self) -> int:
@@ -75,7 +78,8 @@ class TimeLimit(DramatiqTimeLimit):
         actor = broker.get_actor(message.actor_name)
         limit_ms = message.options.get("time_limit") or actor.options.get("time_limit", self.time_limit)
         limit = _Limit(Overdue(message.message_id, message.actor_name, threading.get_ident()), limit_ms)
-        self._limits[limit.thread] = limit
+        with self._setting:
+            self._limits[limit.thread] = limit
         _current.set(limit)
         if actor.options.get(SESSION_OPTION):
             self._set(limit, self._opening_ms)  # in case something of ours has no end
@@ -116,6 +120,14 @@ class TimeLimit(DramatiqTimeLimit):
         """The messages whose limit has passed so long ago, and which have not ended."""
         latest = time.monotonic() - grace_ms / 1000
         return [limit.at for limit in list(self._limits.values()) if limit.ends < latest]
+
+    def interrupt_all(self) -> None:
+        """Interrupt the threads that are at a message, as a shutdown does; each message once."""
+        with self._setting:
+            for limit in self._limits.values():
+                if not limit.is_interrupted:
+                    limit.is_interrupted = True
+                    raise_thread_exception(limit.thread, Shutdown)  # type: ignore[no-untyped-call]
 
     def _set(self, limit: _Limit, limit_ms: float) -> None:
         with self._setting:
