@@ -1,6 +1,6 @@
 """Hurry: what a worker process does when it is told to stop, and when it is told so again.
 
-Dramatiq's worker notices the first signal within a second, and takes messages until then; at the second one it ends
+Dramatiq's worker notices the first signal within a second, and begins messages until then; at the second one it ends
 whatever it is at, so that its messages are lost. Here no message begins after the first signal. The second one shortens
 each step of the stop: what runs is interrupted and goes back to its queue, browsers that do not close are killed, and
 the process ends in time whatever its code does. The third one ends it at once.
@@ -37,7 +37,7 @@ EXIT_TOLD_AGAIN = 1
 #: Those that Dramatiq's workers obey.
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
-#: A message that begins nevertheless, as it waited for a thread already, is interrupted when it is seen: this often.
+#: A message that began at the very moment of the signal is interrupted when it is seen: this often.
 LOOK_EVERY_S = 0.05
 
 #: Who is told again waits so much longer for a store that is away.
@@ -70,20 +70,20 @@ class Hurry(Middleware):
             return
         for number in SIGNALS:
             if callable(handler := signal.getsignal(number)):
-                signal.signal(number, self._listener(broker, handler))
+                signal.signal(number, self._listener(broker, worker, handler))
 
     def after_worker_boot(self, broker: Any, worker: Worker) -> None:
         if self._told:  # while it booted
-            broker.is_stopping = True
+            _begin_no_more(broker, worker)
 
     def after_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
         if self._told_again:
             raise SystemExit(EXIT_TOLD_AGAIN)
 
-    def _listener(self, broker: Any, dramatiqs: Handler) -> Handler:
+    def _listener(self, broker: Any, worker: Worker, dramatiqs: Handler) -> Handler:
         def hear(number: int, frame: FrameType | None) -> None:
             self._told += 1
-            broker.is_stopping = True
+            _begin_no_more(broker, worker)
             try:
                 dramatiqs(number, frame)
             except SystemExit:  # what it does when it is told again
@@ -118,6 +118,12 @@ class Hurry(Middleware):
             with contextlib.suppress(redis.RedisError, BrokerUnavailable):
                 broker.leave(hasty(broker))
         os._exit(EXIT_TOLD_AGAIN)
+
+
+def _begin_no_more(broker: Any, worker: Worker) -> None:
+    broker.is_stopping = True  # its consumers hand out nothing more
+    for thread in worker.workers:  # and what they have handed out waits, and goes back at the end of the stop
+        thread.stop()
 
 
 def _interrupt_until(broker: Broker, ends: float) -> None:

@@ -76,7 +76,7 @@ def loads(site: BehaviourSite, count: int = 1) -> None:
     wait_until(lambda: sum(site.requests.values()) >= count, f"{count} pages are loading")
 
 
-def is_unharmed(deployment: Deployment, message: Message[Any], *, queue: str = "default", seed: int = 5) -> None:
+def is_unharmed(deployment: Deployment, message: Message[Any], *, queue: str = "default", seed: int | None = 5) -> None:
     """The message waits for its next attempt as if there had been none."""
     (row,) = deployment.rows(message)
     assert (row.outcome, row.seed) == ("interrupted", seed)
@@ -102,6 +102,49 @@ def test_no_message_begins_after_the_signal_though_its_worker_was_waiting_for_on
     assert {each.decode() for each in deployment.broker.client.lrange("dramatiq:noted", 0, -1)} == {  # type: ignore[union-attr]
         message.options["redis_message_id"] for message in sent
     }
+
+
+def test_what_waits_for_a_thread_when_the_signal_comes_goes_back_and_does_not_begin(deployment: Deployment) -> None:
+    path = deployment.directory / "notes"
+    sent = [deployment.send("note", str(path), number, queue="noted", ms=20) for number in range(300)]
+    with deployment.worker("-p", "1", "-t", "2", "-Q", "noted") as worker:
+        (pid,) = worker.ready().workers
+        wait_until(lambda: path.exists() and path.read_text().count("\n") > 20, "several are taken with one round trip")
+        os.kill(pid, signal.SIGTERM)
+        told_at = time.time()
+        worker.command.wait(30)
+    ended = [float(line.split()[1]) for line in path.read_text().splitlines()]
+    assert max(ended) < told_at + 0.5, "the main thread looks for the signal once a second, and nothing waits for that"
+    stand = operating.stands(deployment, "noted")
+    assert (stand["waiting"] + stand["delayed"], stand["running"], stand["lost"]) == (len(sent) - len(ended), 0, 0)
+    assert not deployment.broker.client.exists("dramatiq:noted.losses")
+
+
+@pytest.mark.needs_browser
+@pytest.mark.parametrize("command", ["dramatiq", "up"])
+def test_what_outlasts_the_drain_budget_goes_back_to_its_queue_as_if_there_had_been_no_attempt(
+    state_dir: Path, site: BehaviourSite, command: str
+) -> None:
+    with contextlib.contextmanager(_deployment)(state_dir, stop_timeout_ms=500) as deployment:
+        start = deployment.worker if command == "dramatiq" else deployment.up
+        with start("-p", "1", "-t", "3", "--worker-shutdown-timeout", "1500") as worker:
+            worker.ready()
+            done = deployment.send("probe.text", f"{site.url}/slow?ms=1000")
+            page = deployment.send("probe.text", f"{site.url}/slow?ms=8000", seed=5)  # neither has retries
+            plain = deployment.send("hold", str(state_dir / "go"), queue="held")
+            loads(site, 2)
+            wait_until(lambda: operating.stands(deployment, "held")["running"] == 1, "the plain one runs")
+            with leaving_nothing(worker):
+                tell(worker)
+                stops(worker, STOPPED, within_s=6)
+        assert deployment.result(done, timeout_s=1) == "slow"
+        is_unharmed(deployment, page)
+        is_unharmed(deployment, plain, queue="held", seed=None)
+        (state_dir / "go").touch()
+        with deployment.worker("-p", "1", "-t", "2"):
+            assert deployment.result(page) == "slow"
+            wait_until(lambda: deployment.broker.do_qsize("held") == 0, "the plain one is done")
+        assert deployment.dead_letters("held") == {}
 
 
 def browser() -> Path:
