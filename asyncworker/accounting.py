@@ -10,6 +10,7 @@ first session that the code itself opens, or after a second, and else written wi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -201,7 +202,20 @@ class Accounting:
             return False
         for key in (running.key, running.begun_as):
             self._open.pop(key, None)
-        error = _sentence(exception) if exception is not None else None
+        row = self._ended(running, outcome, _sentence(exception) if exception is not None else None, at_ms)
+        if not running.failed:
+            patiently(lambda: self._ledger.close(row), "close the row of an attempt")
+        return True
+
+    def interrupt_all(self, *, at_ms: int) -> None:
+        """Close the rows of all attempts that this process leaves behind as it ends, as far as their store answers."""
+        for running in {id(each): each for each in list(self._open.values())}.values():
+            row = self._ended(running, Outcome.interrupted, "the worker process ended before it", at_ms)
+            with contextlib.suppress(redis.RedisError):
+                self._ledger.close(row)
+
+    def _ended(self, running: _Running, outcome: Outcome, error: str | None, at_ms: int) -> Row:
+        """The last row of an attempt, which is in the log then."""
         with running.writing:
             running.closed = True
             is_open = running.recorded or running.failed
@@ -214,9 +228,7 @@ class Accounting:
                 error=error,
             )
         self._log.ended(row, running.row.attempt)
-        if not running.failed:
-            patiently(lambda: self._ledger.close(row), "close the row of an attempt")
-        return True
+        return row
 
     def _note(self, running: _Running) -> None:
         if running.recorded and not running.closed:

@@ -72,7 +72,7 @@ class Heartbeat(Middleware):
             self._thread = None
         client = hasty(broker)
         with contextlib.suppress(redis.RedisError, BrokerUnavailable):  # then it is noticed by its silence
-            broker.leave(client)
+            broker.leave(client, queues=consumed_queues(broker, worker))
         client.close()
 
     def _run(self, broker: Any, worker: Worker) -> None:

@@ -25,7 +25,8 @@ from dramatiq.middleware import Middleware
 
 from asyncworker import processes, scratch
 from asyncworker.errors import BrokerUnavailable
-from asyncworker.heartbeat import hasty
+from asyncworker.heartbeat import consumed_queues, hasty
+from asyncworker.middleware import BrowserMiddleware
 from asyncworker.settings import Settings
 from asyncworker.time_limit import TimeLimit
 
@@ -77,6 +78,7 @@ class Hurry(Middleware):
             _begin_no_more(broker, worker)
 
     def after_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
+        _account_for(broker)
         if self._told_again:
             raise SystemExit(EXIT_TOLD_AGAIN)
 
@@ -89,11 +91,11 @@ class Hurry(Middleware):
             except SystemExit:  # what it does when it is told again
                 self._told_again += 1
                 then = self._hurry if self._told_again == 1 else self._end_now
-                threading.Thread(target=then, args=(broker,), name="asyncworker-hurry", daemon=True).start()
+                threading.Thread(target=then, args=(broker, worker), name="asyncworker-hurry", daemon=True).start()
 
         return hear
 
-    def _hurry(self, broker: Any) -> None:
+    def _hurry(self, broker: Any, worker: Worker) -> None:
         logger.warning(
             "told to stop again: what still runs is interrupted and goes back to its queue; this process ends within "
             "%d ms (ASYNCWORKER_STOP_TIMEOUT_MS)",
@@ -106,17 +108,18 @@ class Hurry(Middleware):
         if killed := _kill_own():
             logger.warning("killed %d processes of browsers that did not close in time", killed)
         _interrupt_until(broker, ends)
-        self._end_now(broker)
+        self._end_now(broker, worker)
 
-    def _end_now(self, broker: Any) -> None:
+    def _end_now(self, broker: Any, worker: Worker) -> None:
         """End this process, with what it still runs; its messages go back, and are not lost."""
         threading.Thread(target=_exit_in, args=(LAST_WORDS_S,), daemon=True).start()
         logger.error("this process ends with exit code %d before all has ended", EXIT_TOLD_AGAIN)
         _kill_own()
         scratch.remove_own()
+        _account_for(broker)
         if hasattr(broker, "leave"):
             with contextlib.suppress(redis.RedisError, BrokerUnavailable):
-                broker.leave(hasty(broker))
+                broker.leave(hasty(broker), queues=consumed_queues(broker, worker))
         os._exit(EXIT_TOLD_AGAIN)
 
 
@@ -124,6 +127,13 @@ def _begin_no_more(broker: Any, worker: Worker) -> None:
     broker.is_stopping = True  # its consumers hand out nothing more
     for thread in worker.workers:  # and what they have handed out waits, and goes back at the end of the stop
         thread.stop()
+
+
+def _account_for(broker: Broker) -> None:
+    """Close the rows of what sees no interrupt; it goes back all the same."""
+    for each in broker.middleware:
+        if isinstance(each, BrowserMiddleware):
+            each.interrupt_all()
 
 
 def _interrupt_until(broker: Broker, ends: float) -> None:

@@ -19,6 +19,7 @@ from playwright.sync_api import sync_playwright
 from asyncworker.engines.finding import find
 from asyncworker.hurry import EXIT_TOLD_AGAIN
 from asyncworker.processes import lives
+from asyncworker.queues import Queues
 from asyncworker.settings import load
 from asyncworker.supervisor import NOT_IN_ORDER
 from tests import operating
@@ -76,11 +77,17 @@ def loads(site: BehaviourSite, count: int = 1) -> None:
     wait_until(lambda: sum(site.requests.values()) >= count, f"{count} pages are loading")
 
 
+def stands(deployment: Deployment, queue: str = "default") -> dict[str, int]:
+    """How a queue stands, in how many messages."""
+    queues = Queues(deployment.broker)
+    return {part: getattr(queues.look(queue), part) for part in operating.PARTS}
+
+
 def is_unharmed(deployment: Deployment, message: Message[Any], *, queue: str = "default", seed: int | None = 5) -> None:
     """The message waits for its next attempt as if there had been none."""
     (row,) = deployment.rows(message)
     assert (row.outcome, row.seed) == ("interrupted", seed)
-    stand = operating.stands(deployment, queue)
+    stand = stands(deployment, queue)
     assert (stand["running"], stand["dead"], stand["lost"]) == (0, 0, 0), stand
     assert stand["waiting"] + stand["delayed"] == 1, stand
     assert not deployment.broker.client.exists(f"dramatiq:{queue}.losses")
@@ -115,7 +122,7 @@ def test_what_waits_for_a_thread_when_the_signal_comes_goes_back_and_does_not_be
         worker.command.wait(30)
     ended = [float(line.split()[1]) for line in path.read_text().splitlines()]
     assert max(ended) < told_at + 0.5, "the main thread looks for the signal once a second, and nothing waits for that"
-    stand = operating.stands(deployment, "noted")
+    stand = stands(deployment, "noted")
     assert (stand["waiting"] + stand["delayed"], stand["running"], stand["lost"]) == (len(sent) - len(ended), 0, 0)
     assert not deployment.broker.client.exists("dramatiq:noted.losses")
 
@@ -133,7 +140,7 @@ def test_what_outlasts_the_drain_budget_goes_back_to_its_queue_as_if_there_had_b
             page = deployment.send("probe.text", f"{site.url}/slow?ms=8000", seed=5)  # neither has retries
             plain = deployment.send("hold", str(state_dir / "go"), queue="held")
             loads(site, 2)
-            wait_until(lambda: operating.stands(deployment, "held")["running"] == 1, "the plain one runs")
+            wait_until(lambda: stands(deployment, "held")["running"] == 1, "the plain one runs")
             with leaving_nothing(worker):
                 tell(worker)
                 stops(worker, STOPPED, within_s=6)
@@ -262,24 +269,21 @@ def test_a_second_sigterm_ends_a_thread_that_sees_no_interrupt_in_time_and_loses
     start = deployment.worker if command == "dramatiq" else deployment.up
     with start("-p", "1", "-t", "1", "-Q", "noted") as worker:
         worker.ready()
-        path = deployment.directory / "notes"
-        deployment.send("note", str(path), 0, queue="noted", ms=60_000)
-        wait_until(lambda: operating.stands(deployment, "noted")["running"] == 1, "it runs")
+        message = deployment.send("note", str(deployment.directory / "notes"), 0, queue="noted", ms=60_000)
+        wait_until(lambda: stands(deployment, "noted")["running"] == 1, "it runs")
         with leaving_nothing(worker):
             tell(worker)
             worker.wait_for_log("Stopping worker process")
             tell(worker)
             stops(worker, EXIT_TOLD_AGAIN if command == "dramatiq" else NOT_IN_ORDER, within_s=STOP_MS / 1000)
-    stand = operating.stands(deployment, "noted")
-    assert (stand["waiting"], stand["running"], stand["lost"], stand["dead"]) == (1, 0, 0, 0)
-    assert not deployment.broker.client.exists("dramatiq:noted.losses")
+    is_unharmed(deployment, message, queue="noted", seed=None)
 
 
 def test_a_third_sigterm_ends_at_once(deployment: Deployment) -> None:
     with deployment.worker("-p", "1", "-t", "1", "-Q", "noted") as worker:
         worker.ready()
-        deployment.send("note", str(deployment.directory / "notes"), 0, queue="noted", ms=60_000)
-        wait_until(lambda: operating.stands(deployment, "noted")["running"] == 1, "it runs")
+        message = deployment.send("note", str(deployment.directory / "notes"), 0, queue="noted", ms=60_000)
+        wait_until(lambda: stands(deployment, "noted")["running"] == 1, "it runs")
         with leaving_nothing(worker):
             tell(worker)
             worker.wait_for_log("Stopping worker process")
@@ -290,7 +294,7 @@ def test_a_third_sigterm_ends_at_once(deployment: Deployment) -> None:
             worker.wait_for_log("before all has ended")
             assert time.monotonic() - began < STOP_MS / 1000 / 2
             stops(worker, EXIT_TOLD_AGAIN, within_s=0)
-    assert operating.stands(deployment, "noted")["waiting"] == 1
+    is_unharmed(deployment, message, queue="noted", seed=None)
 
 
 def test_a_second_sigterm_while_the_store_is_away_waits_for_it_no_longer(state_dir: Path) -> None:
@@ -305,7 +309,7 @@ def test_a_second_sigterm_while_the_store_is_away_waits_for_it_no_longer(state_d
         with deployment.worker("-p", "1", "-t", "1", "-Q", "noted") as worker:
             worker.ready()
             deployment.send("note_and_answer", str(path), 0, queue="noted", ms=1_000)
-            wait_until(lambda: operating.stands(deployment, "noted")["running"] == 1, "it runs")
+            wait_until(lambda: stands(deployment, "noted")["running"] == 1, "it runs")
             server.stop()
             wait_until(path.exists, "it is done")
             worker.wait_for_log("trying again in")
