@@ -20,6 +20,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     unique, at_most_once                        messages that are there once, and such as begin once
     attempt_log, backlog, accounting            a log line and a row for each attempt, also while the store is away
     middleware, time_limit, watchdog            what fires when; how long code may run, and what if it does not end
+    hurry                                       what a signal stops, and a second one
     redelivery, losses, retries, fitness        which messages are run again; what a worker needs
     health_sockets, health_server, health       how a worker process is, asked from outside
     prefetch, supervised                        how much it takes; what stands above it, and hears that it is ready

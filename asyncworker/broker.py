@@ -29,6 +29,7 @@ from asyncworker.exchange import Exchange, NotSent, Unanswered
 from asyncworker.fitness import Fitness
 from asyncworker.health import Health
 from asyncworker.heartbeat import Heartbeat
+from asyncworker.hurry import Hurry
 from asyncworker.identity import new_seed
 from asyncworker.ledger import Kept, Ledger, RedisLedger
 from asyncworker.losses import Losses
@@ -100,6 +101,7 @@ def make_redis_broker(settings: Settings) -> WorkerBroker:
         send_timeout_ms=settings.send_timeout_ms,
     )
     broker.add_middleware(Supervised(settings))  # its hook after the boot is the last one to be called
+    broker.add_middleware(Hurry(settings))  # and this one's after the shutdown
     broker.add_middleware(Health(settings))  # answers before all others begin, and until they have ended
     broker.add_middleware(Fitness())  # before anything else begins
     broker.add_middleware(Heartbeat(stop_timeout_ms=settings.stop_timeout_ms))
@@ -135,6 +137,7 @@ def _make_rabbitmq_broker(settings: Settings, url: SecretUrl) -> ProducerBroker:
         url=url, heartbeat_timeout_ms=settings.heartbeat_timeout_ms, send_timeout_ms=settings.send_timeout_ms
     )
     broker.add_middleware(Supervised(settings))
+    broker.add_middleware(Hurry(settings))
     broker.add_middleware(Health(settings))
     broker.add_middleware(Stopping())
     _add_middleware_with_store(broker, settings, settings.store_url)

@@ -128,6 +128,8 @@ class WorkerConsumer(_RedisConsumer):
                 return None
             if not self._fetched and (room := self._room()) > 0:
                 self._fetch(room)
+                if self.broker.is_stopping:  # it was told to stop while it waited for one
+                    continue
                 if not self._fetched:
                     return None
                 continue  # a launch may have begun while it waited

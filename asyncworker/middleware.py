@@ -275,6 +275,10 @@ class BrowserMiddleware(Middleware):
             loop.stop()
             self._loop = self._runtime = None
 
+    def interrupt_all(self) -> None:
+        """Say in the ledger that what still runs was interrupted: the process ends under it, and gives it back."""
+        self._accounting.interrupt_all(at_ms=now_ms())
+
     def _trim(self, worker: Worker) -> None:
         """Fit the worker's threads to the contexts that it may have."""
         slots, reason = self.settings.slots or DEFAULT_SLOTS, "ASYNCWORKER_SLOTS"

@@ -182,8 +182,13 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
             [(rows[place], text(reason)) for place, reason in zip(refused[::2], refused[1::2], strict=True)],
         )
 
-    def leave(self, client: redis.Redis | None = None) -> None:
-        """Say that this process's worker has stopped: what it still holds is taken back at once, not in time."""
+    def leave(self, client: redis.Redis | None = None, *, queues: Iterable[str] = ()) -> None:
+        """Say that this process's worker has stopped, and give back what it still holds of these queues.
+
+        What it holds of others is taken back by the next worker at once, not in time.
+        """
+        for queue_name in queues:
+            self._script(keys=[self.namespace], args=["reclaim", queue_name, self.broker_id], client=client)
         self._script(keys=[self.namespace], args=["leave", "", self.broker_id], client=client)
 
     def _dispatch(self, command: str) -> Callable[..., Any]:

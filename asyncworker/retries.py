@@ -9,6 +9,7 @@ from dramatiq import Broker, MessageProxy
 from dramatiq.middleware import Retries as DramatiqRetries
 from dramatiq.middleware import Shutdown
 
+from asyncworker.at_most_once import BEGUN_OPTION
 from asyncworker.errors import (
     BrowserCrashed,
     BrowserRecycled,
@@ -57,14 +58,18 @@ class Retries(DramatiqRetries):
     def _is_innocent(self, broker: Broker, message: MessageProxy, exception: BaseException | None) -> bool:
         """A crash, a recycle, a changed exit or a shutdown is not the code's failure.
 
-        It uses up no retry, if there are any.
+        It uses up no retry, if there are any. A shutdown is no retry at all: the message goes back to its queue.
         """
         options = broker.get_actor(message.actor_name).options
         throws = message.options.get("throws") or options.get("throws")
-        max_retries = message.options.get("max_retries", options.get("max_retries", self.max_retries))
-        if max_retries == 0 or (throws and isinstance(exception, throws)):
+        if throws and isinstance(exception, throws):
             return False
-        if isinstance(exception, Shutdown | BrowserRecycled):
+        if isinstance(exception, Shutdown):
+            return BEGUN_OPTION not in message.options  # one at most once
+        max_retries = message.options.get("max_retries", options.get("max_retries", self.max_retries))
+        if max_retries == 0:
+            return False
+        if isinstance(exception, BrowserRecycled):
             return True
         blameless = BrowserCrashed | PageCrashed | ExitDrifted
         return isinstance(exception, blameless) and message.options.get("crashes", 0) < MAX_CRASHES

@@ -30,7 +30,7 @@ engines.capabilities engines.importing engines.profile engines.lifeline engines.
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
 generation launching contexts turn recycling browser probing lending watch loop session runtime
 state_dirs embedded vetting connecting patience settling alarm heartbeat
-unique at_most_once attempt_log backlog accounting middleware time_limit watchdog redelivery losses retries
+unique at_most_once attempt_log backlog accounting middleware time_limit watchdog hurry redelivery losses retries
 health_sockets health_server health fitness supervised
 prefetch consumer exchange delivery result_watch results producing redis_broker
 speaking rabbitmq_consumer rabbitmq broker actor last_words
