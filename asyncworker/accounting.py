@@ -30,6 +30,7 @@ from dramatiq.middleware import Shutdown, TimeLimitExceeded
 from asyncworker.at_most_once import was_cut_off
 from asyncworker.attempt_log import AttemptLog
 from asyncworker.backlog import Backlog
+from asyncworker.cancellations import Cancelled
 from asyncworker.errors import (
     BrowserCrashed,
     BrowserRecycled,
@@ -356,7 +357,7 @@ def outcome_of(exception: BaseException | None) -> Outcome:
             return Outcome.crashed
         case ExitDrifted():
             return Outcome.deferred
-        case RefusedMessage():
+        case RefusedMessage() | Cancelled():
             return Outcome.rejected
     return Outcome.failed
 

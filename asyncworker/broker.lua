@@ -20,6 +20,8 @@
 --   <namespace>:__sent__.<broker>.<slot>      the first id of what a producer has sent last from this slot, for a while
 --   <namespace>:__fence__                     the last fence: a number that each message gets when it is fetched
 --   <namespace>:__beat__                      when any worker of ours last looked for dead ones
+--   <namespace>:__cancelled__                 sorted set of all cancelled message ids by when they are forgotten, and
+--   <namespace>:__cancelled__.serial          a number that changes with each of them (cancellations.py)
 --   <namespace>:__away__                      there while no one is taken for dead, since the store was away itself
 --
 -- A delayed id is in the list .DQ (whoever pops it owns it) or in .DQ.due, never in both; when it is due, its body
@@ -546,6 +548,42 @@ end
 function commands.purge()
     redis.call("del", waiting, bodies, delayed, delayed_bodies, due, wake, dead, dead_bodies, losses, unique,
         acks_of(broker, canonical), acks_of(broker, canonical .. ".DQ"), ahead_of(broker, canonical))
+end
+
+-- The broker whose worker has fetched an id, under the queue's name or that of its delayed messages; else nil.
+local function fetched_by(id)
+    for _, who in ipairs(redis.call("zrange", heartbeats, 0, -1)) do
+        for _, name in ipairs({canonical, canonical .. ".DQ"}) do
+            if redis.call("sismember", acks_of(who, name), id) == 1 then return who, name end
+        end
+    end
+end
+
+-- cancel(id, timeout, timeout of Dramatiq's own brokers): drops a message, unless a living worker has it. Answers with
+-- where it was: "waiting", "delayed", "lost" (a dead worker had it), "running" (a living one has it, and it was not
+-- dropped), "dead" or "gone".
+function commands.cancel(id, timeout, plain_timeout)
+    though_full()
+    local where, its_bodies = nil, bodies
+    if redis.call("hexists", delayed_bodies, id) == 1 then
+        if redis.call("zrem", due, id) + redis.call("lrem", delayed, 1, id) > 0 then where = "delayed" end
+        its_bodies = delayed_bodies
+    elseif redis.call("hexists", bodies, id) == 0 then
+        return redis.call("hexists", dead_bodies, id) == 1 and "dead" or "gone"
+    elseif redis.call("lrem", waiting, 1, id) > 0 then
+        where = "waiting"
+    end
+    if not where then
+        local who, name = fetched_by(id)
+        local heard_at = who and redis.call("zscore", heartbeats, who)
+        if who and not is_silent(who, heard_at, now(), timeout, plain_timeout) then
+            return "running"
+        end
+        if who then redis.call("srem", acks_of(who, name), id) end
+        where = "lost"
+    end
+    drop_bodies(its_bodies, {id})
+    return where
 end
 
 -- qsize(): everything of the queue that is not acknowledged, delayed messages too.

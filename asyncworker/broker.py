@@ -12,7 +12,6 @@ import dramatiq
 import dramatiq.broker
 from dramatiq.middleware import (
     AgeLimit,
-    Callbacks,
     CurrentMessage,
     Pipelines,
     ShutdownNotifications,
@@ -23,6 +22,7 @@ from dramatiq.results.backend import ResultBackend
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from asyncworker.cancellations import Cancellations, RedisCancelRecords
 from asyncworker.connecting import connect
 from asyncworker.errors import BrokerUnavailable, ConfigurationError
 from asyncworker.exchange import Exchange, NotSent, Unanswered
@@ -31,13 +31,14 @@ from asyncworker.health import Health
 from asyncworker.heartbeat import Heartbeat
 from asyncworker.hurry import Hurry
 from asyncworker.identity import new_seed
+from asyncworker.interrupts import Interrupts
 from asyncworker.ledger import Kept, Ledger, RedisLedger
 from asyncworker.losses import Losses
 from asyncworker.middleware import BrowserMiddleware
 from asyncworker.producing import ProducerBroker
 from asyncworker.redis_broker import WorkerBroker
 from asyncworker.results import PatientResults
-from asyncworker.retries import Retries
+from asyncworker.retries import Callbacks, Retries
 from asyncworker.settings import Settings, load
 from asyncworker.step_records import RedisStepRecords, StepRecords
 from asyncworker.supervised import Supervised
@@ -155,6 +156,8 @@ def _add_middleware_with_store(broker: ProducerBroker, settings: Settings, url: 
         with contextlib.closing(Exchange(client.connection_pool)) as exchange:
             return _stored_seed(broker, exchange, str(url))
 
+    if broker.cancellations is None:  # where the broker is Redis, they lie there
+        broker.cancellations = Cancellations(RedisCancelRecords(client, prefix="asyncworker:"))
     patience = broker.patience if isinstance(broker, WorkerBroker) else None
     ledger, results = RedisLedger(impatient, kept=kept(settings)), PatientResults(client=client, patience=patience)
     for middleware in middleware_in_order(
@@ -189,7 +192,8 @@ def middleware_in_order(
         Pipelines(),
         Retries(),
         Results(backend=results, result_ttl=settings.result_ttl_ms),  # stored before anything reports success
-        TimeLimit(settings),  # of the actor alone: it begins last and ends first
+        TimeLimit(settings),  # of the actor alone: it begins late and ends early
+        Interrupts(),  # the same, and what was cancelled is told to all others
     ]
 
 

@@ -47,6 +47,7 @@ from asyncworker import processes, scratch
 from asyncworker.accounting import LOSSES_OPTION, Accounting, keep_in_dead_letter, now_ms, outcome_of
 from asyncworker.at_most_once import AT_MOST_ONCE, DELIVERY_OPTION, begin, check_delivery
 from asyncworker.backlog import Backlog
+from asyncworker.cancellations import as_cancelled
 from asyncworker.engines import Engine
 from asyncworker.errors import AsyncworkerError, DeclarationError, EngineError
 from asyncworker.fencing import Fence
@@ -366,6 +367,7 @@ class BrowserMiddleware(Middleware):
         result: Any = None,
         exception: BaseException | None = None,
     ) -> None:
+        exception = as_cancelled(broker, message, exception)
         self._close_row(outcome_of(exception), exception)
 
     def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:

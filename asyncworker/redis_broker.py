@@ -15,6 +15,7 @@ from dramatiq.brokers.redis import RedisBroker
 from dramatiq.common import current_millis, dq_name
 
 from asyncworker.alarm import Alarm
+from asyncworker.cancellations import Cancellations, RedisCancelRecords, serial_of
 from asyncworker.consumer import WorkerConsumer
 from asyncworker.delivery import Delivery, Item, Shipment, Undelivered
 from asyncworker.errors import BrokerUnavailable, ConfigurationError
@@ -79,6 +80,10 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         self.patience = Patience()
         self.settling = Settling(self._settle)
         self.alarm = Alarm(self._ring)
+        records = RedisCancelRecords(client, prefix=f"{self.namespace}:")
+        #: Which messages were cancelled; what is fetched brings the news.
+        self.cancellations: Cancellations = Cancellations(records, told_by_fetch=True)
+        self._look = ("GET", records.serial_key)
         #: True when this process's worker takes no more messages.
         self.is_stopping = False
 
@@ -156,12 +161,21 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         command = ("EVALSHA", self._script.sha, 1, self.namespace, "fetch", queue_name, self.broker_id, *words)
         # What follows a wait is done when that is over.
         wait = ("BLPOP", self.wake_key(queue_name), wait_s)
-        answer = ask_together(client, [wait, command] if wait_s > 0 else [command])[-1]
+        # After the fetch: what was cancelled before that is known by then.
+        *_, answer, serial = ask_together(client, [wait, command, self._look] if wait_s > 0 else [command, self._look])
+        if isinstance(serial, bytes | str):
+            self._hear(serial_of(serial))
         if isinstance(answer, redis.exceptions.NoScriptError):
             return list(self.do_fetch(queue_name, *words))  # loads it
         if isinstance(answer, Exception):
             raise answer
         return list(answer)
+
+    def _hear(self, serial: str) -> None:
+        try:
+            self.cancellations.hear(serial)
+        except redis.RedisError:  # what was fetched is here, and must not get lost
+            self.cancellations.forget()
 
     def begin(self, message: MessageProxy) -> None:
         """Say that this worker begins a message which was lost before: from now on it may be lost again."""

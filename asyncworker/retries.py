@@ -6,10 +6,12 @@ import logging
 from typing import Any
 
 from dramatiq import Broker, MessageProxy
+from dramatiq.middleware import Callbacks as DramatiqCallbacks
 from dramatiq.middleware import Retries as DramatiqRetries
 from dramatiq.middleware import Shutdown
 
 from asyncworker.at_most_once import BEGUN_OPTION
+from asyncworker.cancellations import Cancelled, as_cancelled
 from asyncworker.errors import (
     BrowserCrashed,
     BrowserRecycled,
@@ -30,6 +32,21 @@ MAX_CRASHES = 5
 AFTER_SHUTDOWN_MS = 3_000
 
 
+class Callbacks(DramatiqCallbacks):
+    """Dramatiq's callbacks; a cancelled message is no failure and no success, and has none."""
+
+    def after_process_message(
+        self,
+        broker: Broker,
+        message: MessageProxy,
+        *,
+        result: Any = None,
+        exception: BaseException | None = None,
+    ) -> None:
+        if not isinstance(as_cancelled(broker, message, exception), Cancelled):
+            super().after_process_message(broker, message, result=result, exception=exception)
+
+
 class Retries(DramatiqRetries):
     """Dramatiq's retries, but a message that can never succeed is dead-lettered at once."""
 
@@ -41,6 +58,8 @@ class Retries(DramatiqRetries):
         result: Any = None,
         exception: BaseException | None = None,
     ) -> None:
+        if isinstance(as_cancelled(broker, message, exception), Cancelled):
+            return  # neither retried nor a dead letter
         if isinstance(exception, RefusedMessage):
             logger.error("message %s is dead-lettered: %s", message.message_id, exception)
             message.fail()

@@ -133,6 +133,12 @@ class TimeLimit(DramatiqTimeLimit):
         if (limit := _current.get()) is not None:
             self._set(limit, self._opening_ms)
 
+    def expect_end(self, thread: int) -> None:
+        """What a thread is at was cancelled: from now on it is overdue, if it does not end."""
+        with self._setting:
+            if (limit := self._limits.get(thread)) is not None:
+                limit.ends = time.monotonic()
+
     @property
     def at_work(self) -> int:
         """How many threads are at a message."""
