@@ -304,6 +304,9 @@ end
 local function close_row(key, number, text, kept_ms, new)
     local answer
     if number > 0 then
+        answer = redis.pcall("lindex", key, number - 1)
+        -- What is forgotten stays so, and what was lost when its worker, which was frozen, goes on; so ledger_replace.lua.
+        if answer == "" or type(answer) == "string" and string.find(answer, '"outcome":"lost"', 1, true) then return end
         answer = redis.pcall("lset", key, number - 1, text)
     else
         answer = redis.pcall("lindex", key, -1)
