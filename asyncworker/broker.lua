@@ -491,6 +491,31 @@ function commands.reclaim(...)
     return put_back(lost)
 end
 
+-- retry(old id, id, body, key, message id): an attempt has failed, and its message takes another one's place: the next
+-- attempt is enqueued and this one acknowledged in one step. Between two steps a worker can be killed, and then the
+-- attempt would be run again beside the next one, which would each have a next one of their own. Answers 0 when this
+-- broker does not hold the old one: another has it, and sees to what follows.
+--
+-- A key is taken over, unless another message has it by now, which nothing follows then.
+function commands.retry(old, id, body, key, message)
+    if redis.call("sismember", acks_of(broker, canonical), old) == 0 then
+        -- Said again, as the answer was lost on the way?
+        local is_there = redis.call("hexists", bodies, id) == 1 or redis.call("hexists", delayed_bodies, id) == 1
+        return is_there and 1 or 0
+    end
+    though_full()
+    local holder = key ~= "" and holder_of(key) or message
+    if holder == message then
+        enqueue(id, body)
+        if key ~= "" then redis.call("hset", unique, "k." .. key, id .. " " .. message, id, message .. "\n" .. key) end
+    end
+    redis.call("srem", acks_of(broker, canonical), old)
+    redis.call("hdel", bodies, old)
+    redis.call("hdel", losses, old)
+    if is_unique(old) then let_go(old) end
+    return 1
+end
+
 -- requeue(id, ...): what was fetched and not begun, back to the front.
 function commands.requeue(...)
     local ids = {}

@@ -20,7 +20,7 @@ from asyncworker.losses import add_losses
 from asyncworker.middleware import BrowserMiddleware, emit_receive
 from asyncworker.patience import patiently, remedy
 from asyncworker.prefetch import Prefetch
-from asyncworker.settling import Done
+from asyncworker.settling import SETTLED, Done
 
 logger = logging.getLogger("asyncworker.broker")
 
@@ -86,7 +86,13 @@ class WorkerConsumer(_RedisConsumer):
 
     def _settle(self, message: MessageProxy, *, rejected: bool) -> None:
         identifier = message.options["redis_message_id"]
-        if self.broker.patience.gave_up():
+        gave_up, settled = self.broker.patience.gave_up(), getattr(message, SETTLED, None)
+        if settled is not None:  # with its next attempt
+            self._prefetch.done(identifier)
+            self._settled(message, identifier, settled)
+            self._freed.set()
+            return
+        if gave_up:
             logger.error(
                 "message %s (%s) was done, but not what follows it: the store was away when this worker had to stop, "
                 "so it is run again",

@@ -24,7 +24,7 @@ from asyncworker.fencing import Claim, Fence
 from asyncworker.ledger import KEPT, ClosedRow, text
 from asyncworker.patience import Patience, PatientAfterAttempts, patiently
 from asyncworker.producing import ProducerBroker, ToSend
-from asyncworker.settling import Settled, Settling
+from asyncworker.settling import RETRYING, SETTLED, Settled, Settling
 from asyncworker.unique import unique_keys
 
 _SCRIPT = (Path(__file__).parent / "broker.lua").read_text()
@@ -220,7 +220,28 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
                 attempt: the retry, the next of a pipeline and a callback wait for the broker, since what is not
                 enqueued then is lost.
         """
+        if getattr(message, RETRYING, False):
+            return self._retry(message, delay)
         return self._send([message if delay is None else (message, delay)])[0]
+
+    def _retry(self, message: Any, delay: int | None) -> Message[Any]:
+        """Enqueue the next attempt of a message that is acknowledged with it, and say so to its proxy."""
+        held = message.options["redis_message_id"]
+        keys = unique_keys(self, [(message, delay)])
+        following = _prepared(message, delay)
+        self.emit_before("enqueue", following, delay)
+        if keys:
+            following.options["redis_message_id"] = UNIQUE_ID + following.options["redis_message_id"]
+        identifier, body, key = following.options["redis_message_id"], following.encode(), keys.get(0, "")
+        taken = patiently(
+            lambda: self._dispatch("retry")(following.queue_name, held, identifier, body, key, following.message_id),
+            "enqueue what follows an attempt",
+            self.patience,
+        )
+        setattr(message, SETTLED, bool(taken))
+        if taken:
+            self.emit_after("enqueue", following, delay)
+        return following
 
     def send_many(self, messages: Iterable[ToSend]) -> list[Message[Any]]:
         return self._send(list(messages))

@@ -21,6 +21,7 @@ from asyncworker.errors import (
     StaleAttempt,
 )
 from asyncworker.middleware import emit
+from asyncworker.settling import RETRYING
 
 logger = logging.getLogger("asyncworker.worker")
 
@@ -67,10 +68,14 @@ class Retries(DramatiqRetries):
         if isinstance(exception, StaleAttempt):
             logger.warning("message %s is not retried from here: %s", message.message_id, exception)
             return
-        if self._is_innocent(broker, message, exception):
-            self._enqueue_again(broker, message, exception)
-        else:
-            super().after_process_message(broker, message, result=result, exception=exception)
+        setattr(message, RETRYING, True)  # until this hook ends: what others enqueue is another message
+        try:
+            if self._is_innocent(broker, message, exception):
+                self._enqueue_again(broker, message, exception)
+            else:
+                super().after_process_message(broker, message, result=result, exception=exception)
+        finally:
+            setattr(message, RETRYING, False)
         if exception is not None and not message.failed:
             emit(broker, "after_retry_message", message, exception=exception)
 

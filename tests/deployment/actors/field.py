@@ -4,6 +4,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import dramatiq
+
 from asyncworker import Session, actor
 
 
@@ -51,11 +53,24 @@ async def seen(session: Session, url: str, path: str, *, seed: int | None = None
     page = session.page
     await page.goto(url)
     place = await page.evaluate("[navigator.language, Intl.DateTimeFormat().resolvedOptions().timeZone]")
-    identity = session.identity
-    _note(path, f"{session.seed} {seed} {identity.locale} {identity.timezone} {identity.proxy} {place}")
+    who = session.identity
+    exit_address = who.proxy and who.proxy.server
+    _note(path, f"{session.seed} {seed} {who.locale} {who.timezone} {exit_address} {place}")
     match session.attempt.number:
         case 5:
             return 5
         case 2:
             await page.goto("chrome://crash")
     raise RuntimeError("not yet")
+
+
+@dramatiq.actor(queue_name="retried", max_retries=20, min_backoff=700, max_backoff=1_500)
+def retried(path: str, failures: int) -> None:
+    """Notes which of its attempts this is, and fails so often."""
+    message = dramatiq.middleware.CurrentMessage.get_current_message()
+    if message is None:
+        return
+    retries = message.options.get("retries", 0)
+    _note(path, f"{message.message_id} {retries}")
+    if retries < failures:
+        raise RuntimeError("not yet")
