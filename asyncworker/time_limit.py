@@ -64,7 +64,8 @@ _current: ContextVar[_Limit | None] = ContextVar("asyncworker_time_limit", defau
 class TimeLimit(DramatiqTimeLimit):
     """Interrupts the thread of an attempt whose time limit has passed.
 
-    It stands last in the order: the hooks of the others, which may wait for a store that is away, are not interrupted.
+    It stands near the end of the order: the hooks of the others, which may wait for a store that is away, are not
+    interrupted.
     """
 
     def __init__(self, settings: Settings) -> None:

@@ -216,7 +216,8 @@ class _Threads:
         overdue = set(self._limits.overdue(self._grace_ms))
         for each in overdue - self._known:
             logger.error(
-                "message %s (%s) does not end, %d ms after its time limit: its thread sees no interrupt. It is at:\n%s",
+                "message %s (%s) does not end, %d ms after its time limit or its cancellation: its thread sees no "
+                "interrupt. It is at:\n%s",
                 each.message_id,
                 each.actor,
                 self._grace_ms,

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -164,6 +165,33 @@ def test_what_was_fetched_ahead_never_begins(deployment: Deployment, tmp_path: P
     assert outcomes(deployment, second) == ["rejected"]
 
 
+def test_a_retry_that_is_sent_while_the_end_of_its_message_is_waited_for_is_dropped(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker, looked = deployment.broker, threading.Event()
+    do_cancel = broker.do_cancel
+
+    def looking(*words: Any) -> Any:
+        answer = do_cancel(*words)
+        looked.set()
+        return answer
+
+    monkeypatch.setattr(broker, "do_cancel", looking, raising=False)
+    message = deployment.send("need", "none", queue=QUEUE)
+    consumer = broker.consume(QUEUE, prefetch=1, timeout=1_000)
+    taken = wait_until(lambda: next(consumer), "a worker has it")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(cancel, deployment, message)
+        assert looked.wait(10)
+        broker.enqueue(taken, delay=60_000)
+        consumer.ack(taken)
+        assert answer.result(20).found is Found.delayed
+    assert broker.do_qsize(QUEUE) == 0
+    consumer.close()
+    broker.settling.stop()
+    broker.alarm.stop()
+
+
 def test_synchronous_code_that_runs_is_interrupted_by_the_command(deployment: Deployment, tmp_path: Path) -> None:
     with deployment.worker("-p", "1", "-t", "1", "-Q", HELD) as worker:
         message = deployment.send("hold", str(tmp_path / "never"), queue=HELD)
@@ -217,14 +245,15 @@ def test_a_message_of_a_frozen_worker_is_dropped_when_that_is_taken_for_dead_and
     assert len(hasty.rows(message)) == 2
 
 
-def test_a_message_of_a_killed_worker_is_taken_over_by_none(hasty: Deployment, tmp_path: Path) -> None:
+def test_a_message_of_a_killed_worker_is_dropped_by_the_next_and_no_dead_letter(
+    hasty: Deployment, tmp_path: Path
+) -> None:
     with hasty.worker("-p", "1", "-t", "1", "-Q", HELD) as worker:
-        message = hasty.send("hold", str(tmp_path / "never"), queue=HELD)
+        message = hasty.send("hold", str(tmp_path / "never"), queue=HELD, options={"max_losses": 1})
         wait_until(lambda: hasty.rows(message), "it runs")
         os.kill(worker.workers[0], signal.SIGKILL)
+        assert cancel(hasty, message, wait_ms=0).found is Found.running
         with hasty.worker("-p", "1", "-t", "1", "-Q", HELD) as second:
-            second.ready()
-            assert cancel(hasty, message).is_cancelled
             wait_until(lambda: outcomes(hasty, message)[-1] == "rejected", "it is settled")
             assert second.stop() == 0
     assert outcomes(hasty, message) == ["lost", "rejected"]

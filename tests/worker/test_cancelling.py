@@ -136,6 +136,17 @@ def test_plain_async_code_is_cancelled(worker: StubWorker, began: threading.Even
     has_ended_as_cancelled(worker, message)
 
 
+def test_a_message_at_most_once_is_cancelled_and_no_dead_letter(worker: StubWorker, began: threading.Event) -> None:
+    @dramatiq.actor(broker=worker.broker, delivery="at_most_once")
+    async def paying() -> None:
+        began.set()
+        await asyncio.sleep(LONG_S)
+
+    message = paying.message()
+    assert cancelled_once_begun(worker, message, began).is_cancelled
+    has_ended_as_cancelled(worker, message)
+
+
 def test_synchronous_code_is_interrupted_between_two_instructions(worker: StubWorker, began: threading.Event) -> None:
     @dramatiq.actor(broker=worker.broker, max_retries=5)
     def computing() -> None:
