@@ -15,7 +15,7 @@ import pytest
 from asyncworker.ledger import Outcome
 from asyncworker.processes import lives
 from tests.waiting import wait_until
-from tests.workers import Deployment, Running
+from tests.workers import READY, Deployment, Running
 
 #: When a worker is killed is drawn from this seed.
 SEED = 5
@@ -25,7 +25,7 @@ MESSAGES, FAILURES, KILLS = 200, 4, 8
 
 @pytest.fixture
 def deployment(state_dir: Path) -> Iterator[Deployment]:
-    deployment = Deployment(state_dir, heartbeat_timeout_ms=1_000, crash_loop_deaths=100, max_losses=100)
+    deployment = Deployment(state_dir, heartbeat_timeout_ms=1_000, crash_loop_ready_ms=1, max_losses=100)
     yield deployment
     deployment.broker.close()
     deployment.broker.client.close()
@@ -45,12 +45,14 @@ def kill_at_random(up: Running, choice: random.Random) -> int:
 def test_retries_that_wait_while_their_workers_are_killed_at_random_each_run_once(deployment: Deployment) -> None:
     """Reported as Bogdanp/dramatiq#431 and #692. 800 retries of 200 messages here, and 5,000 there."""
     notes = deployment.directory / "notes"
+    assert deployment.broker.do_qsize("retried") == 0  # the store is up, and does not end with the command
     with deployment.up("-p", "2", "-t", "4", "-Q", "retried") as up:
         up.ready()
         messages = [deployment.send("retried", str(notes), FAILURES, queue="retried") for _ in range(MESSAGES)]
         choice = random.Random(SEED)
         for _ in range(KILLS):
             kill_at_random(up, choice)
+        up.wait_for_log(READY, times=2 + KILLS)  # a stop that comes before a death was noticed is not in order
         wait_until(lambda: deployment.broker.do_qsize("retried") == 0, "everything is done")
         assert up.stop() == 0
     ran: dict[str, Counter[str]] = defaultdict(Counter)
