@@ -104,7 +104,7 @@ def test_of_two_worker_processes_one_at_a_time_replaces_its_browser_and_both_get
     deployment: Deployment, site: BehaviourSite, own_lock: dict[str, str]
 ) -> None:
     with deployment.worker("-p", "2", "-t", "2", environment=own_lock) as worker, Sampler(worker) as sampler:
-        messages = [deployment.send("probe.visit", f"{site.url}/slow?ms=200", seed=number) for number in range(160)]
+        messages = [deployment.send("probe.visit", f"{site.url}/slow?ms=200", seed=number) for number in range(100)]
         results = [deployment.result(message, timeout_s=90) for message in messages]
         assert worker.stop() == 0
     assert {result["attempt"] for result in results} == {1}
