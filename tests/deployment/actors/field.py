@@ -54,8 +54,7 @@ async def seen(session: Session, url: str, path: str, *, seed: int | None = None
     await page.goto(url)
     place = await page.evaluate("[navigator.language, Intl.DateTimeFormat().resolvedOptions().timeZone]")
     who = session.identity
-    exit_address = who.proxy and who.proxy.server
-    _note(path, f"{session.seed} {seed} {who.locale} {who.timezone} {exit_address} {place}")
+    _note(path, f"{session.seed} {seed} {who.locale} {who.timezone} {who.proxy} {place}")
     match session.attempt.number:
         case 5:
             return 5
