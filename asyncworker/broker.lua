@@ -206,6 +206,7 @@ local function fetch(most, held, free, ...)
     if #ids > 0 then
         answer[4] = fences(at, #ids)
         redis.call("sadd", acks_of(broker, canonical), unpack(ids))
+        redis.call("srem", ahead, unpack(ids))  -- a plain worker that has taken one back meanwhile knows nothing of this
         if #ids > tonumber(free) then redis.call("sadd", ahead, unpack(ids, free + 1)) end
         redis.call("lpop", waiting, #ids)
         answer[3] = losses_of(ids)

@@ -20,7 +20,7 @@ from tests.workers import READY, Deployment, Running
 #: When a worker is killed is drawn from this seed.
 SEED = 5
 
-MESSAGES, FAILURES, KILLS = 200, 4, 8
+MESSAGES, FAILURES, KILLS = 200, 4, 5
 
 
 @pytest.fixture

@@ -138,6 +138,18 @@ def test_what_was_lost_before_is_not_lost_again_until_its_worker_has_begun_it(st
     assert store.client.hget(LOSSES, identifier(sent)) == b"2"
 
 
+def test_what_a_plain_worker_took_back_unbegun_is_lost_when_it_was_begun_the_next_time(store: Store) -> None:
+    producer, ours, alive = store.ours(), store.ours(), store.ours()
+    sent = producer.enqueue(message("a"))
+    ours.do_fetch(QUEUE, 1, 0, 0)
+    store.client.smove(f"dramatiq:__acks__.{ours.broker_id}.{QUEUE}", "taken", identifier(sent))
+    store.client.lpush(f"dramatiq:{QUEUE}", identifier(sent))
+    ours.do_fetch(QUEUE, 1, 0, 1)
+    silence(store, ours, for_ms=16_000)
+    assert alive.recover(QUEUE) == 1
+    assert store.client.hget(LOSSES, identifier(sent)) == b"1"
+
+
 @pytest.mark.parametrize("delay", [None, 60_000])
 def test_a_worker_that_dies_once_the_retry_is_enqueued_has_lost_nothing_and_the_retry_is_there_once(
     store: Store, delay: int | None
