@@ -170,7 +170,7 @@ def test_the_figures_in_it_are_those_of_the_code() -> None:
     for sentence, fact in {
         "or 4, or 3 with `invisible`": (DEFAULT_SLOTS, invisible.MAX_CONTEXTS) == (4, 3),
         "one process for each CPU with 8 threads each": arguments.threads == 8,
-        "for ten minutes, or dramatiq's": arguments.worker_shutdown_timeout == 600_000,
+        "Dramatiq waits ten minutes": arguments.worker_shutdown_timeout == 600_000,
         "at most `ASYNCWORKER_MAX_BROWSERS` (2)": settings.max_browsers == 2,
         "ten minutes unless set otherwise": settings.result_ttl_ms == 600_000,
         "waits 1 s, doubled each time up to a minute": settings.launch_backoff_ms == 1_000,
