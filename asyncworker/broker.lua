@@ -259,6 +259,7 @@ local function ack(ids)
     if #done > 0 then
         redis.call("hdel", own_bodies, unpack(done))
         redis.call("hdel", losses, unpack(done))
+        redis.call("srem", ahead_of(broker, queue), unpack(done))  -- what was lost before, and then never began
     end
     return answer
 end
@@ -279,6 +280,7 @@ function commands.nack(id)
     end
     redis.call("hdel", losses, id)
     redis.call("srem", acks_of(broker, queue), id)
+    redis.call("srem", ahead_of(broker, queue), id)
     return 1
 end
 

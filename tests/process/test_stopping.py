@@ -228,7 +228,12 @@ def test_a_second_sigterm_during_navigations_interrupts_them_and_they_are_run_as
     is_unharmed(deployment, message)
     with deployment.worker("-p", "1", "-t", "1"):
         assert deployment.result(message) == "slow"
-    assert {(row.outcome, row.seed) for row in deployment.rows(message)} == {("interrupted", 5), ("succeeded", 5)}
+        wait_until(
+            lambda: (
+                [(row.outcome, row.seed) for row in deployment.rows(message)] == [("interrupted", 5), ("succeeded", 5)]
+            ),
+            "its rows are closed",
+        )
 
 
 @pytest.mark.needs_browser
