@@ -215,6 +215,8 @@ class Accounting:
             if running.closed and row.phases:  # its context may have closed meanwhile
                 row = replace(row, phases=running.phases.ms())
             running.row, running.recorded = self._ledger.mend(row), True
+            if running.closed and running.phases.is_closing:
+                self._closing.append((running.row, running.phases))
 
     def record_late(self, *, at_ms: int) -> None:
         """Open the rows of attempts that run for long and have none yet."""

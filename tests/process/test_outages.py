@@ -142,7 +142,7 @@ def _in_last_second(at: float, killed_at: list[float]) -> bool:
 
 @pytest.mark.parametrize(
     ("how", "away_s", "heartbeat_ms"),
-    [("is gone", 4, HEARTBEAT_MS), ("is gone", 30, 15_000), ("hangs", 12, HEARTBEAT_MS)],
+    [("is gone", 4, HEARTBEAT_MS), ("is gone", 18, 15_000), ("hangs", 12, HEARTBEAT_MS)],
 )
 def test_a_store_that_is_away_costs_no_message_doubles_none_and_restarts_no_one(
     server: Server, state_dir: Path, how: str, away_s: float, heartbeat_ms: int

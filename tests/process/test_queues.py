@@ -126,19 +126,19 @@ def test_an_unreadable_delayed_body_is_due_at_once_and_a_dead_letter(store: Stor
 
 def test_delayed_messages_take_no_memory_of_a_worker_and_are_each_served_once(store: Store) -> None:
     producer = store.ours()
-    sent = {producer.enqueue(message(number), delay=4_000 + number % 7).message_id for number in range(500)}
+    sent = {producer.enqueue(message(number), delay=4_000 + number % 7).message_id for number in range(150)}
     consumers = [consumer_of(store.ours()) for _ in range(2)]
     for consumer in consumers:
         assert next(consumer) is None
         assert not consumer._fetched
     received: list[str] = []
-    while len(received) < 500:
+    while len(received) < 150:
         for consumer in consumers:
             if (found := next(consumer)) is not None:
                 received.append(found.message_id)
                 consumer.ack(found)
     assert set(received) == sent
-    assert len(received) == 500
+    assert len(received) == 150
     assert all(next(consumer) is None for consumer in consumers)
 
 

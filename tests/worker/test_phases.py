@@ -180,10 +180,11 @@ def test_messages_are_run_while_the_ledgers_store_is_away_and_their_rows_are_wri
     assert worker.run(message) == 1
     away.is_away = away.takes_silently = False
     wait_until(lambda: len(worker.rows(message)) == 2, "both rows")
-    wait_until(lambda: not browsers.backlog.is_away, "nothing waits")
+    told = "the ledger's store takes rows again: 2 were written, 0 were dropped"
+    wait_until(lambda: told in caplog.text, "nothing waits")
+    assert not browsers.backlog.is_away
     assert [(row.attempt, row.outcome) for row in worker.rows(message)] == [(1, "failed"), (2, "succeeded")]
     assert caplog.text.count("the ledger's store does not take rows") == 1
-    assert "the ledger's store takes rows again: 2 were written, 0 were dropped" in caplog.text
 
 
 def test_of_more_rows_than_may_be_kept_the_oldest_are_dropped_counted_and_told_of_once(
@@ -252,7 +253,9 @@ def test_a_loss_is_told_while_the_ledgers_store_is_away_and_is_in_the_ledger_whe
     assert worker.run(message.copy(options={"losses": 1})) == 1, "it waits for no store"
     assert f"message_id={message.message_id} actor={visit.actor_name} attempt=None seed=7 outcome=lost" in caplog.text
     away.is_away = False
-    wait_until(lambda: not browsers.backlog.is_away, "nothing waits")
+    told = "the ledger's store takes rows again: 2 were written, 0 were dropped"
+    wait_until(lambda: told in caplog.text, "nothing waits")
+    assert not browsers.backlog.is_away
     assert [(row.outcome, row.worker == "host:1") for row in worker.rows(message)] == [
         ("lost", True),
         ("succeeded", False),
