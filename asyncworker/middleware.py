@@ -373,19 +373,24 @@ class BrowserMiddleware(Middleware):
                 logger.warning("the counts of this worker could not be stored: %s", error)
 
 
+def browsers_of(broker: Broker) -> BrowserMiddleware:
+    """The middleware of a broker that has the browsers, and the account of their attempts."""
+    return next(each for each in broker.middleware if isinstance(each, BrowserMiddleware))
+
+
 def ledger_of(broker: Broker) -> Ledger:
     """The account of attempts that a broker's middleware keeps."""
-    return next(each for each in broker.middleware if isinstance(each, BrowserMiddleware)).ledger
+    return browsers_of(broker).ledger
 
 
 def backlog_of(broker: Broker) -> Backlog:
     """What the ledger's store has not taken yet from this process."""
-    return next(each for each in broker.middleware if isinstance(each, BrowserMiddleware)).backlog
+    return browsers_of(broker).backlog
 
 
 def steps_of(broker: Broker) -> Steps:
     """The steps that are done once, as a broker's middleware keeps them."""
-    return next(each for each in broker.middleware if isinstance(each, BrowserMiddleware)).steps
+    return browsers_of(broker).steps
 
 
 def serves_sessions(broker: Broker, worker: Worker) -> bool:

@@ -27,7 +27,7 @@ from asyncworker.broker import middleware_in_order
 from asyncworker.engines import Engine
 from asyncworker.fakes import Document, FakeBrowserError, FakeClock, FakeEngine, FakePage, FakeTimeoutError
 from asyncworker.ledger import Ledger, MemoryLedger, Row
-from asyncworker.middleware import BrowserMiddleware, emit_receive
+from asyncworker.middleware import BrowserMiddleware, browsers_of, emit_receive
 from asyncworker.producing import ProducerBroker
 from asyncworker.settings import Settings, load
 from asyncworker.unique import unique_key
@@ -163,8 +163,7 @@ class StubWorker:
             raise TimeoutError(f"a context of {queue_name}'s messages was not closed in {timeout_ms} ms")
 
     def _slots_in_use(self) -> int:
-        runtime = next(each for each in self.broker.middleware if isinstance(each, BrowserMiddleware)).runtime
-        return runtime.slots.in_use
+        return browsers_of(self.broker).runtime.slots.in_use
 
     def rows(self, message: Message[Any]) -> list[Row]:
         """The attempts of a message, first to last."""

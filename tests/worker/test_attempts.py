@@ -25,11 +25,6 @@ URL = "https://shop.example/"
 Body = Callable[..., Any]
 
 
-@pytest.fixture(autouse=True)
-def fresh_broker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dramatiq.broker, "global_broker", None)
-
-
 @pytest.fixture
 def worker(fake_engine: FakeEngine) -> Iterator[StubWorker]:
     fake_engine.documents[URL] = Document(title="Shop")

@@ -20,11 +20,6 @@ from asyncworker.settings import load
 from asyncworker.testing import StubWorker, stub_worker
 
 
-@pytest.fixture(autouse=True)
-def fresh_broker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dramatiq.broker, "global_broker", None)
-
-
 @pytest.fixture
 def worker() -> Iterator[StubWorker]:
     with stub_worker() as worker:

@@ -7,7 +7,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import dramatiq
@@ -17,7 +17,7 @@ from dramatiq.results import ResultMissing
 
 from asyncworker import Session, actor, open_session
 from asyncworker.errors import PhaseTimeout
-from asyncworker.middleware import BrowserMiddleware
+from asyncworker.middleware import browsers_of
 from asyncworker.runtime import Runtime
 from asyncworker.settings import load
 from asyncworker.testing import FakeEngine, StubWorker, stub_worker
@@ -26,24 +26,13 @@ from tests.waiting import wait_until
 Body = Callable[..., Any]
 
 
-@pytest.fixture(autouse=True)
-def fresh_broker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dramatiq.broker, "global_broker", None)
-
-
-@pytest.fixture
-def worker(fake_engine: FakeEngine) -> Iterator[StubWorker]:
-    with stub_worker(engine=fake_engine) as worker:
-        yield worker
-
-
 def once(body: Body, **options: Any) -> Any:
     """Declare `body` as an actor without retries."""
     return actor(**({"max_retries": 0, "actor_name": "once"} | options))(body)
 
 
 def runtime_of(worker: StubWorker) -> Runtime:
-    return next(each for each in worker.broker.middleware if isinstance(each, BrowserMiddleware)).runtime
+    return browsers_of(worker.broker).runtime
 
 
 def all_slots_are_back(worker: StubWorker) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,19 +14,8 @@ from dramatiq.middleware import Shutdown
 from asyncworker import Middleware, Session, actor
 from asyncworker.ledger import Outcome, Row
 from asyncworker.losses import Gate, TooManyLosses
-from asyncworker.testing import FakeEngine, StubWorker, stub_worker
+from asyncworker.testing import StubWorker
 from tests.waiting import wait_until
-
-
-@pytest.fixture(autouse=True)
-def fresh_broker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dramatiq.broker, "global_broker", None)
-
-
-@pytest.fixture
-def worker(fake_engine: FakeEngine) -> Iterator[StubWorker]:
-    with stub_worker(engine=fake_engine) as worker:
-        yield worker
 
 
 class Witness(Middleware):

@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,17 +38,6 @@ class StockEngine(FakeEngine):
 
     async def identify(self, identity: Identity) -> Identity:
         return identity
-
-
-@pytest.fixture(autouse=True)
-def fresh_broker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dramatiq.broker, "global_broker", None)
-
-
-@pytest.fixture
-def worker(fake_engine: FakeEngine) -> Iterator[StubWorker]:
-    with stub_worker(engine=fake_engine) as worker:
-        yield worker
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import dramatiq
@@ -16,22 +15,11 @@ from asyncworker.backlog import Backlog
 from asyncworker.errors import PhaseTimeout
 from asyncworker.ledger import MemoryLedger, Outcome, Row
 from asyncworker.losses import Losses
-from asyncworker.middleware import BrowserMiddleware
+from asyncworker.middleware import BrowserMiddleware, browsers_of
 from asyncworker.phases import Phase, Phases
 from asyncworker.settings import load
 from asyncworker.testing import FakeEngine, StubWorker, stub_worker
 from tests.waiting import wait_until
-
-
-@pytest.fixture(autouse=True)
-def fresh_broker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dramatiq.broker, "global_broker", None)
-
-
-@pytest.fixture
-def worker(fake_engine: FakeEngine) -> Iterator[StubWorker]:
-    with stub_worker(engine=fake_engine) as worker:
-        yield worker
 
 
 def only_row(worker: StubWorker, message: Any) -> Row:
@@ -154,7 +142,7 @@ class Away(MemoryLedger):
 
 def use(worker: StubWorker, ledger: MemoryLedger) -> BrowserMiddleware:
     """Have a worker that runs keep its account in another ledger."""
-    (browsers,) = (each for each in worker.broker.middleware if isinstance(each, BrowserMiddleware))
+    browsers = browsers_of(worker.broker)
     (losses,) = (each for each in worker.broker.middleware if isinstance(each, Losses))
     worker.ledger = browsers.ledger = browsers._accounting._ledger = losses._ledger = ledger
     return browsers

@@ -16,11 +16,6 @@ from asyncworker.testing import FakeEngine, StubWorker, stub_worker
 from tests.waiting import wait_until
 
 
-@pytest.fixture(autouse=True)
-def fresh_broker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dramatiq.broker, "global_broker", None)
-
-
 @pytest.fixture
 def worker(fake_engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubWorker]:
     monkeypatch.setattr(accounting, "LATE_MS", 50)

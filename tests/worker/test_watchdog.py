@@ -20,11 +20,6 @@ from asyncworker.watchdog import Watchdog
 from tests.waiting import wait_until
 
 
-@pytest.fixture(autouse=True)
-def fresh_broker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dramatiq.broker, "global_broker", None)
-
-
 def said(caplog: pytest.LogCaptureFixture, text: str) -> list[logging.LogRecord]:
     return [record for record in caplog.records if text in record.getMessage()]
 
