@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import psutil
 import pytest
 
 from asyncworker.settings import child_environment
-from tests.waiting import wait_until
+from tests.scripts import interrupt, status
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "broker.py"
 
@@ -26,13 +25,6 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def status(process: psutil.Process) -> str:
-    try:
-        return process.status() if process.is_running() else "gone"
-    except psutil.NoSuchProcess:
-        return "gone"
 
 
 def command(process: psutil.Process) -> list[str]:
@@ -70,24 +62,12 @@ def test_the_broker_benchmark_measures_what_is_installed_and_names_what_is_not(t
 )
 def test_the_broker_benchmark_ends_what_it_started_on_ctrl_c(words: tuple[str, ...], tmp_path: Path) -> None:
     running = start(tmp_path, "--systems", "ours", *words)
-    me = psutil.Process(running.pid)
-    seen: set[psutil.Process] = set()
 
-    def is_in_the_middle() -> bool:
-        assert running.poll() is None, running.communicate()
-        seen.update(me.children(recursive=True))
+    def is_in_the_middle(seen: set[psutil.Process]) -> bool:
         if words[1] == "drain":
             return any(status(process) == psutil.STATUS_STOPPED for process in seen)
         return any("_producer.py" in " ".join(command(process)) for process in seen)
 
-    try:
-        wait_until(is_in_the_middle, "the benchmark is in the middle of its work", timeout_ms=60_000)
-        running.send_signal(signal.SIGINT)
-        _, err = running.communicate(timeout=30)
-    finally:
-        running.kill()
-        running.wait()
-    assert running.returncode == 130, err
+    seen = interrupt(running, is_in_the_middle, "the benchmark is in the middle", timeout_ms=60_000, end_s=30)
     assert len(seen) >= 3
-    assert {status(process) for process in seen} <= {"gone", psutil.STATUS_ZOMBIE}
     assert list(tmp_path.iterdir()) == []

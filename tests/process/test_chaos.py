@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from asyncworker.settings import child_environment
-from tests.waiting import wait_until
+from tests.scripts import interrupt, status
 
 pytestmark = pytest.mark.needs_browser
 
@@ -66,28 +66,11 @@ def test_a_minute_of_chaos_loses_no_message_doubles_no_effect_and_leaves_no_proc
 @pytest.mark.timeout(180)
 def test_chaos_that_is_interrupted_ends_all_that_it_started_also_what_is_frozen(temporary: Path) -> None:
     running = start(temporary, "--minutes", "5")
-    me = psutil.Process(running.pid)
-    seen: set[psutil.Process] = set()
-
-    def is_in_the_middle() -> bool:
-        assert running.poll() is None, running.communicate()
-        seen.update(me.children(recursive=True))
-        return any(_status(one) == psutil.STATUS_STOPPED for one in seen)
-
-    try:
-        wait_until(is_in_the_middle, "something is frozen", timeout_ms=100_000)
-        running.send_signal(signal.SIGINT)
-        _, err = running.communicate(timeout=70)
-    finally:
-        running.kill()
-        running.wait()
-    assert running.returncode == 130, err
-    assert {_status(one) for one in seen} <= {"gone", psutil.STATUS_ZOMBIE}
+    interrupt(
+        running,
+        lambda seen: any(status(one) == psutil.STATUS_STOPPED for one in seen),
+        "something is frozen",
+        timeout_ms=100_000,
+        end_s=70,
+    )
     assert list(temporary.iterdir()) == []
-
-
-def _status(process: psutil.Process) -> str:
-    try:
-        return process.status() if process.is_running() else "gone"
-    except psutil.NoSuchProcess:
-        return "gone"
