@@ -12,14 +12,19 @@ A map, top to bottom; each file may import what stands above it in its group or 
     lineage, processes, scratch, engines/       whose process or directory is this; what launches a browser
     generation, launching, contexts             one browser; how it and its contexts begin and end
     turn, recycling, browser                    when it is replaced; the owner of all
+    probing                                     whether a browser still finishes a navigation
     lending, watch, loop, session, runtime      one attempt on it, and what its code receives
     state_dirs, embedded, vetting               the edges: a store to begin with, and whether it will do
     connecting, patience                        how it is reached, and waited for
     settling, heartbeat, alarm                  what is done is told together; who lives; what is due
     unique, at_most_once                        messages that are there once, and such as begin once
+    cancellations                               which messages were cancelled
     attempt_log, backlog, accounting            a log line and a row for each attempt, also while the store is away
     middleware, time_limit, watchdog            what fires when; how long code may run, and what if it does not end
+    interrupts                                  how what was cancelled ends
+    hurry                                       what a signal stops, and a second one
     redelivery, losses, retries, fitness        which messages are run again; what a worker needs
+    health_sockets, health_server, health       how a worker process is, asked from outside
     prefetch, supervised                        how much it takes; what stands above it, and hears that it is ready
     consumer                                    what takes messages off a queue
     exchange, delivery                          how a producer asks the store, and has it take messages
@@ -27,13 +32,15 @@ A map, top to bottom; each file may import what stands above it in its group or 
     redis_broker                                Redis or Valkey as the broker
     speaking, rabbitmq_consumer, rabbitmq       RabbitMQ as the broker
     broker                                      which of them, and the order of its middleware
+    cancelling                                  how a message is cancelled
     actor, last_words, deployment, actors       @actor; the entry of `dramatiq asyncworker.actors`
     kept_worker, supervisor                     workers that are replaced when they die
     commands, installing, sending               what the command `asyncworker` does,
     broker_checks, doctor                       how it looks at what is there,
     queues, dead_letters, identities, demo/     with its demo
     terminal, cli_once, cli_dead_letters        its words,
-    cli_queues, cli_reap, cli                   and what it prints
+    cli_queues, cli_reap, cli_health            its tables,
+    cli_cancel, cli                             and what it prints
     fakes, testing, pytest_plugin               for users' tests and ours
 
 Browser libraries are imported on use: importing this package costs a producer no 0.4 s.
@@ -41,6 +48,7 @@ Browser libraries are imported on use: importing this package costs a producer n
 
 from asyncworker.actor import SessionActor, actor
 from asyncworker.broker import get_broker
+from asyncworker.cancelling import Cancellation, acancel, cancel
 from asyncworker.errors import AsyncworkerError
 from asyncworker.middleware import Middleware
 from asyncworker.producing import SentMessage, aresult
@@ -51,13 +59,16 @@ from asyncworker.settings import Settings
 __all__ = [
     "AsyncworkerError",
     "Attempt",
+    "Cancellation",
     "Middleware",
     "SentMessage",
     "Session",
     "SessionActor",
     "Settings",
+    "acancel",
     "actor",
     "aresult",
+    "cancel",
     "get_broker",
     "open_session",
 ]

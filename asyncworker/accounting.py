@@ -30,6 +30,7 @@ from dramatiq.middleware import Shutdown, TimeLimitExceeded
 from asyncworker.at_most_once import was_cut_off
 from asyncworker.attempt_log import AttemptLog
 from asyncworker.backlog import Backlog
+from asyncworker.cancellations import Cancelled
 from asyncworker.errors import (
     BrowserCrashed,
     BrowserRecycled,
@@ -287,11 +288,25 @@ class Accounting:
             return False
         for key in (running.key, running.begun_as):
             self._open.pop(key, None)
-        error = _sentence(exception) if exception is not None else None
+        is_closing = running.phases.is_closing
+        row = self._ended(running, outcome, _sentence(exception) if exception is not None else None, at_ms)
+        self._close_in_ledger(running, row)
+        if is_closing and row.attempt:
+            self._closing.append((row, running.phases))
+        return True
+
+    def interrupt_all(self, *, at_ms: int) -> None:
+        """Close the rows of all attempts that this process leaves behind as it ends, as far as their store answers."""
+        for running in {id(each): each for each in list(self._open.values())}.values():
+            row = self._ended(running, Outcome.interrupted, "the worker process ended before it", at_ms)
+            with contextlib.suppress(redis.RedisError):
+                self._ledger.close(row)
+
+    def _ended(self, running: _Running, outcome: Outcome, error: str | None, at_ms: int) -> Row:
+        """The last row of an attempt, which is in the log then."""
         with running.writing:
             running.closed = True
             number, phases = running.row.attempt, running.phases
-            is_closing = phases.is_closing
             row = running.row = replace(
                 running.row,
                 attempt=number if running.recorded else 0,
@@ -303,10 +318,7 @@ class Accounting:
                 phases=phases.ms(),
             )
         self._log.ended(row, number)
-        self._close_in_ledger(running, row)
-        if is_closing and row.attempt:
-            self._closing.append((row, phases))
-        return True
+        return row
 
     def _close_in_ledger(self, running: _Running, row: Row) -> None:
         """Have the row written, for which no message waits: not even where the store is away."""
@@ -347,7 +359,7 @@ def outcome_of(exception: BaseException | None) -> Outcome:
             return Outcome.crashed
         case ExitDrifted():
             return Outcome.deferred
-        case RefusedMessage():
+        case RefusedMessage() | Cancelled():
             return Outcome.rejected
     return Outcome.failed
 

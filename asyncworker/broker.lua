@@ -20,6 +20,8 @@
 --   <namespace>:__sent__.<broker>.<slot>      the first id of what a producer has sent last from this slot, for a while
 --   <namespace>:__fence__                     the last fence: a number that each message gets when it is fetched
 --   <namespace>:__beat__                      when any worker of ours last looked for dead ones
+--   <namespace>:__cancelled__                 sorted set of all cancelled message ids by when they are forgotten, and
+--   <namespace>:__cancelled__.serial          a number that changes with each of them (cancellations.py)
 --   <namespace>:__away__                      there while no one is taken for dead, since the store was away itself
 --
 -- A delayed id is in the list .DQ (whoever pops it owns it) or in .DQ.due, never in both; when it is due, its body
@@ -204,6 +206,7 @@ local function fetch(most, held, free, ...)
     if #ids > 0 then
         answer[4] = fences(at, #ids)
         redis.call("sadd", acks_of(broker, canonical), unpack(ids))
+        redis.call("srem", ahead, unpack(ids))  -- a plain worker that has taken one back meanwhile knows nothing of this
         if #ids > tonumber(free) then redis.call("sadd", ahead, unpack(ids, free + 1)) end
         redis.call("lpop", waiting, #ids)
         answer[3] = losses_of(ids)
@@ -256,6 +259,7 @@ local function ack(ids)
     if #done > 0 then
         redis.call("hdel", own_bodies, unpack(done))
         redis.call("hdel", losses, unpack(done))
+        redis.call("srem", ahead_of(broker, queue), unpack(done))  -- what was lost before, and then never began
     end
     return answer
 end
@@ -276,6 +280,7 @@ function commands.nack(id)
     end
     redis.call("hdel", losses, id)
     redis.call("srem", acks_of(broker, queue), id)
+    redis.call("srem", ahead_of(broker, queue), id)
     return 1
 end
 
@@ -302,6 +307,9 @@ end
 local function close_row(key, number, text, kept_ms, new)
     local answer
     if number > 0 then
+        answer = redis.pcall("lindex", key, number - 1)
+        -- What is forgotten stays so, and what was lost when its worker, which was frozen, goes on; so ledger_replace.lua.
+        if answer == "" or type(answer) == "string" and string.find(answer, '"outcome":"lost"', 1, true) then return end
         answer = redis.pcall("lset", key, number - 1, text)
     else
         answer = redis.pcall("lindex", key, -1)
@@ -486,6 +494,31 @@ function commands.reclaim(...)
     return put_back(lost)
 end
 
+-- retry(old id, id, body, key, message id): an attempt has failed, and its message takes another one's place: the next
+-- attempt is enqueued and this one acknowledged in one step. Between two steps a worker can be killed, and then the
+-- attempt would be run again beside the next one, which would each have a next one of their own. Answers 0 when this
+-- broker does not hold the old one: another has it, and sees to what follows.
+--
+-- A key is taken over, unless another message has it by now, which nothing follows then.
+function commands.retry(old, id, body, key, message)
+    if redis.call("sismember", acks_of(broker, canonical), old) == 0 then
+        -- Said again, as the answer was lost on the way?
+        local is_there = redis.call("hexists", bodies, id) == 1 or redis.call("hexists", delayed_bodies, id) == 1
+        return is_there and 1 or 0
+    end
+    though_full()
+    local holder = key ~= "" and holder_of(key) or message
+    if holder == message then
+        enqueue(id, body)
+        if key ~= "" then redis.call("hset", unique, "k." .. key, id .. " " .. message, id, message .. "\n" .. key) end
+    end
+    redis.call("srem", acks_of(broker, canonical), old)
+    redis.call("hdel", bodies, old)
+    redis.call("hdel", losses, old)
+    if is_unique(old) then let_go(old) end
+    return 1
+end
+
 -- requeue(id, ...): what was fetched and not begun, back to the front.
 function commands.requeue(...)
     local ids = {}
@@ -546,6 +579,42 @@ end
 function commands.purge()
     redis.call("del", waiting, bodies, delayed, delayed_bodies, due, wake, dead, dead_bodies, losses, unique,
         acks_of(broker, canonical), acks_of(broker, canonical .. ".DQ"), ahead_of(broker, canonical))
+end
+
+-- The broker whose worker has fetched an id, under the queue's name or that of its delayed messages; else nil.
+local function fetched_by(id)
+    for _, who in ipairs(redis.call("zrange", heartbeats, 0, -1)) do
+        for _, name in ipairs({canonical, canonical .. ".DQ"}) do
+            if redis.call("sismember", acks_of(who, name), id) == 1 then return who, name end
+        end
+    end
+end
+
+-- cancel(id, timeout, timeout of Dramatiq's own brokers): drops a message, unless a living worker has it. Answers with
+-- where it was: "waiting", "delayed", "lost" (a dead worker had it), "running" (a living one has it, and it was not
+-- dropped), "dead" or "gone".
+function commands.cancel(id, timeout, plain_timeout)
+    though_full()
+    local where, its_bodies = nil, bodies
+    if redis.call("hexists", delayed_bodies, id) == 1 then
+        if redis.call("zrem", due, id) + redis.call("lrem", delayed, 1, id) > 0 then where = "delayed" end
+        its_bodies = delayed_bodies
+    elseif redis.call("hexists", bodies, id) == 0 then
+        return redis.call("hexists", dead_bodies, id) == 1 and "dead" or "gone"
+    elseif redis.call("lrem", waiting, 1, id) > 0 then
+        where = "waiting"
+    end
+    if not where then
+        local who, name = fetched_by(id)
+        local heard_at = who and redis.call("zscore", heartbeats, who)
+        if who and not is_silent(who, heard_at, now(), timeout, plain_timeout) then
+            return "running"
+        end
+        if who then redis.call("srem", acks_of(who, name), id) end
+        where = "lost"
+    end
+    drop_bodies(its_bodies, {id})
+    return where
 end
 
 -- qsize(): everything of the queue that is not acknowledged, delayed messages too.

@@ -12,7 +12,6 @@ import dramatiq
 import dramatiq.broker
 from dramatiq.middleware import (
     AgeLimit,
-    Callbacks,
     CurrentMessage,
     Pipelines,
     ShutdownNotifications,
@@ -23,19 +22,23 @@ from dramatiq.results.backend import ResultBackend
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from asyncworker.cancellations import Cancellations, RedisCancelRecords
 from asyncworker.connecting import connect
 from asyncworker.errors import BrokerUnavailable, ConfigurationError
 from asyncworker.exchange import Exchange, NotSent, Unanswered
 from asyncworker.fitness import Fitness
+from asyncworker.health import Health
 from asyncworker.heartbeat import Heartbeat
+from asyncworker.hurry import Hurry
 from asyncworker.identity import new_seed
+from asyncworker.interrupts import Interrupts
 from asyncworker.ledger import Kept, Ledger, RedisLedger
 from asyncworker.losses import Losses
 from asyncworker.middleware import BrowserMiddleware
 from asyncworker.producing import ProducerBroker
 from asyncworker.redis_broker import WorkerBroker
 from asyncworker.results import PatientResults
-from asyncworker.retries import Retries
+from asyncworker.retries import Callbacks, Retries
 from asyncworker.settings import Settings, load
 from asyncworker.step_records import RedisStepRecords, StepRecords
 from asyncworker.supervised import Supervised
@@ -99,7 +102,9 @@ def make_redis_broker(settings: Settings) -> WorkerBroker:
         send_timeout_ms=settings.send_timeout_ms,
     )
     broker.add_middleware(Supervised(settings))  # its hook after the boot is the last one to be called
-    broker.add_middleware(Fitness())  # before anything begins
+    broker.add_middleware(Hurry(settings))  # and this one's after the shutdown
+    broker.add_middleware(Health(settings))  # answers before all others begin, and until they have ended
+    broker.add_middleware(Fitness())  # before anything else begins
     broker.add_middleware(Heartbeat(stop_timeout_ms=settings.stop_timeout_ms))
     if settings.store_url is not None:
         _add_middleware_with_store(broker, settings, settings.store_url)
@@ -133,6 +138,8 @@ def _make_rabbitmq_broker(settings: Settings, url: SecretUrl) -> ProducerBroker:
         url=url, heartbeat_timeout_ms=settings.heartbeat_timeout_ms, send_timeout_ms=settings.send_timeout_ms
     )
     broker.add_middleware(Supervised(settings))
+    broker.add_middleware(Hurry(settings))
+    broker.add_middleware(Health(settings))
     broker.add_middleware(Stopping())
     _add_middleware_with_store(broker, settings, settings.store_url)
     return broker
@@ -149,6 +156,8 @@ def _add_middleware_with_store(broker: ProducerBroker, settings: Settings, url: 
         with contextlib.closing(Exchange(client.connection_pool)) as exchange:
             return _stored_seed(broker, exchange, str(url))
 
+    if broker.cancellations is None:  # where the broker is Redis, they lie there
+        broker.cancellations = Cancellations(RedisCancelRecords(client, prefix="asyncworker:"))
     patience = broker.patience if isinstance(broker, WorkerBroker) else None
     ledger, results = RedisLedger(impatient, kept=kept(settings)), PatientResults(client=client, patience=patience)
     for middleware in middleware_in_order(
@@ -183,7 +192,8 @@ def middleware_in_order(
         Pipelines(),
         Retries(),
         Results(backend=results, result_ttl=settings.result_ttl_ms),  # stored before anything reports success
-        TimeLimit(settings),  # of the actor alone: it begins last and ends first
+        TimeLimit(settings),  # of the actor alone: it begins late and ends early
+        Interrupts(),  # the same, and what was cancelled is told to all others
     ]
 
 

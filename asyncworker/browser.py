@@ -15,8 +15,9 @@ import os
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncworker.contexts import Contexts, close_limit_ms, in_lease
 from asyncworker.ending import of_no_session
@@ -30,6 +31,9 @@ from asyncworker.recycling import Recycler
 from asyncworker.settings import Settings
 from asyncworker.shielding import shielded
 from asyncworker.turn import Turn
+
+if TYPE_CHECKING:
+    from playwright.async_api import Page
 
 logger = logging.getLogger("asyncworker.browser")
 
@@ -70,7 +74,7 @@ class BrowserHost:
         #: The launch key of the deployment's own identity, whose browser makes room for no other; None: unknown.
         self.home: Hashable = None
         self._settings = settings
-        self._clock = clock or LoopClock()
+        self._clock = self.clock = clock or LoopClock()
         self._pid = os.getpid()
         self._live: dict[Hashable, Generation] = {}
         self._up: set[Generation] = set()
@@ -81,6 +85,7 @@ class BrowserHost:
         self._closed = False
         self._launcher = Launcher(engine, settings, self._clock, too_late=self._launched_too_late)
         self._contexts = Contexts(engine, settings, self.counts, retire=self.retire, spawn=self.spawn)
+        self._probes = Contexts(engine, settings, None, retire=self.retire, spawn=self.spawn)
         self.recycler = Recycler(self, settings, self._clock, self.counts, spawn=self.spawn, turn=turn)
 
     @contextlib.asynccontextmanager
@@ -111,7 +116,7 @@ class BrowserHost:
         try:
             self._release(await self._acquire(identity))
         except EngineError as error:
-            logger.error("the browser could not be launched at boot: %s", error)
+            logger.error("the browser could not be launched before a message: %s", error)
 
     async def close(self) -> None:
         """Close all browsers, each within its bound; leaves no process of theirs. Never raises."""
@@ -154,6 +159,7 @@ class BrowserHost:
                 raise
             else:
                 self.recycler.consider(generation)
+                lease.page.on("domcontentloaded", partial(self._navigated, generation))
                 return lease
         raise AssertionError("unreachable")
 
@@ -360,7 +366,7 @@ class BrowserHost:
     # --- the recycler's questions
 
     def usable(self) -> list[Generation]:
-        return [generation for generation in self._live.values() if generation.usable]
+        return [generation for generation in list(self._live.values()) if generation.usable]
 
     def is_wanted(self, generation: Generation) -> bool:
         """The deployment's own is, and one that is in use; a guest's may never be asked for again."""
@@ -388,6 +394,58 @@ class BrowserHost:
             generation.cut_off = True
             self._tell(generation, reason)
             self._end(generation)
+
+    # --- the prober's questions
+
+    @property
+    def is_launching(self) -> bool:
+        return bool(self._launches)
+
+    @property
+    def keeps_waiting(self) -> bool:
+        """No browser is up and one is being launched: messages have to wait for it. Of any thread."""
+        return bool(self._launches) and not self.usable()
+
+    @property
+    def launch_failure(self) -> str | None:
+        """Why the latest launch failed; None: it did not."""
+        return self._launcher.failure
+
+    def has_room(self, generation: Generation) -> bool:
+        """Whether a context more would keep no message waiting."""
+        return self._with_room(generation.key) is generation
+
+    async def lend_for_probe(self, generation: Generation) -> Lease:
+        """A context of this very browser that takes no slot; raises what `context` does."""
+        generation.leases += 1
+        try:
+            return await self._probes.open(generation, generation.identity, {})
+        except BaseException:
+            self._release_probe(generation)
+            raise
+
+    async def take_back_probe(self, lease: Lease) -> None:
+        try:
+            await self._probes.close_all(lease)
+        finally:
+            self._release_probe(lease.generation)
+
+    def _release_probe(self, generation: Generation) -> None:
+        used_at = generation.used_at
+        self._release(generation)
+        generation.used_at = used_at  # a probe is no use: the browser that no message has used for longest goes first
+
+    def discard(self, generation: Generation) -> None:
+        """End the use of a browser that loads no page; it counts as none of `max_browsers` any more, once at a time."""
+        generation.wedged = True
+        generation.replaced = not any(other.replaced for other in self._up)
+        self.counts["browsers_recycled"] += 1
+        self.retire(generation)
+
+    def _navigated(self, generation: Generation, page: Page) -> None:
+        """A message's page has loaded: no probe proves more. What a browser shows by itself proves nothing."""
+        if not page.url.startswith(("about:", "chrome-error:")):
+            generation.proved_at, generation.failed_probes = self._clock.monotonic(), 0
 
     # --- the rest
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from asyncworker import cli_once, cli_queues, cli_reap
+from asyncworker import cli_cancel, cli_health, cli_once, cli_queues, cli_reap
 from asyncworker import settings as settings_module
 from asyncworker.errors import AsyncworkerError, ConfigurationError
 from asyncworker.settings import EngineName, Settings, load
@@ -175,7 +175,9 @@ def show_settings(as_json: Json = False) -> None:
 
 
 cli_queues.add_to(app)
+cli_cancel.add_to(app)
 cli_reap.add_to(app)
+cli_health.add_to(app)
 app.add_typer(cli_once.once, name="once")
 
 

@@ -17,10 +17,10 @@ from dramatiq.errors import DecodeError
 
 from asyncworker.errors import BrokerUnavailable
 from asyncworker.losses import add_losses
-from asyncworker.middleware import emit_receive
+from asyncworker.middleware import BrowserMiddleware, emit_receive
 from asyncworker.patience import patiently, remedy
 from asyncworker.prefetch import Prefetch
-from asyncworker.settling import Done
+from asyncworker.settling import SETTLED, Done
 
 logger = logging.getLogger("asyncworker.broker")
 
@@ -39,9 +39,9 @@ STUCK_S = 0.05
 class WorkerConsumer(_RedisConsumer):
     """Dramatiq's consumer, woken by what comes instead of looking for it.
 
-    Where its worker has no room it waits for a thread to become free; else it blocks in the store until it is woken,
-    or until the next delayed message is due. Every failure of the store is a connection error, so that the worker
-    tries it again.
+    Where its worker has no room it waits for a thread to become free, and while the browser is launched it takes
+    nothing; else it blocks in the store until it is woken, or until the next delayed message is due. Every failure of
+    the store is a connection error, so that the worker tries it again.
     """
 
     broker: Any  # a WorkerBroker: what makes it stands below it in the map
@@ -52,6 +52,7 @@ class WorkerConsumer(_RedisConsumer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._freed = threading.Event()
+        self._browser = next((each for each in self.broker.middleware if isinstance(each, BrowserMiddleware)), None)
         self._prefetch = Prefetch(self.prefetch)  # Dramatiq's `prefetch` is the worker's threads here
         #: A connection of its own: one that blocks serves no one else, and taking one from the pool costs as much as
         #: a command.
@@ -85,7 +86,13 @@ class WorkerConsumer(_RedisConsumer):
 
     def _settle(self, message: MessageProxy, *, rejected: bool) -> None:
         identifier = message.options["redis_message_id"]
-        if self.broker.patience.gave_up():
+        gave_up, settled = self.broker.patience.gave_up(), getattr(message, SETTLED, None)
+        if settled is not None:  # with its next attempt
+            self._prefetch.done(identifier)
+            self._settled(message, identifier, settled)
+            self._freed.set()
+            return
+        if gave_up:
             logger.error(
                 "message %s (%s) was done, but not what follows it: the store was away when this worker had to stop, "
                 "so it is run again",
@@ -120,15 +127,18 @@ class WorkerConsumer(_RedisConsumer):
 
     def __next__(self) -> MessageProxy | None:
         while True:
-            if self.broker.is_stopping:
+            self._freed.clear()  # before the look at what there is: what is done from here on ends the wait
+            if self.broker.is_stopping or self._keeps_waiting():
                 self._give_back_fetched()
                 self._freed.wait(STUCK_S)
                 return None
-            self._freed.clear()  # before the look at what there is: what is done from here on ends the wait
             if not self._fetched and (room := self._room()) > 0:
                 self._fetch(room)
+                if self.broker.is_stopping:  # it was told to stop while it waited for one
+                    continue
                 if not self._fetched:
                     return None
+                continue  # a launch may have begun while it waited
             if not self._fetched or not self._prefetch.may_hand_out():
                 self._wait_for_a_thread()
                 return None
@@ -141,6 +151,10 @@ class WorkerConsumer(_RedisConsumer):
                     self._begun.append(identifier)
                 emit_receive(self.broker, message)
                 return message
+
+    def _keeps_waiting(self) -> bool:
+        """What is taken while the browser is launched would be late; another worker's may be up."""
+        return self._browser is not None and self._browser.keeps_waiting(self.broker, self.queue_name)
 
     def _fetch(self, room: int) -> None:
         """Take up to `room` messages; where the last look left none, after waiting for one."""

@@ -58,7 +58,8 @@ class Contexts:
     """The contexts of one host.
 
     Parameters:
-        counts: Of the host; contexts_opened and contexts_closed are counted in it.
+        counts: Of the host; contexts_opened and contexts_closed are counted in it. None: no one's are, as probes are no
+            use of a browser.
         retire: Called with a generation that is to get no new contexts.
         spawn: Runs work beside the messages.
     """
@@ -67,7 +68,7 @@ class Contexts:
         self,
         engine: Engine,
         settings: Settings,
-        counts: Counter[str],
+        counts: Counter[str] | None,
         *,
         retire: Callable[[Generation], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
@@ -102,7 +103,8 @@ class Contexts:
 
     async def close(self, generation: Generation, context: BrowserContext) -> None:
         """Close a context within `close_timeout_ms`; one that does not close retires its browser."""
-        self._counts["contexts_closed"] += 1
+        if self._counts is not None:
+            self._counts["contexts_closed"] += 1
         if generation.lost is not None:
             return
         closing = asyncio.ensure_future(context.close())
@@ -167,8 +169,9 @@ class Contexts:
             self._spawn(self.close(lease.generation, context))
 
     def _opened(self, generation: Generation) -> None:
-        generation.contexts += 1
-        self._counts["contexts_opened"] += 1
+        if self._counts is not None:
+            generation.contexts += 1
+            self._counts["contexts_opened"] += 1
 
     def _opened_too_late(self, generation: Generation, opening: asyncio.Future[BrowserContext]) -> None:
         """The message has given up; its context is closed as soon as it exists."""

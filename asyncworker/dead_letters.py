@@ -277,6 +277,7 @@ class DeadLetters:
         done, now = Done(), now_ms(self._broker)
         for queue, slice_ in _slices(places):
             given: list[bytes] = []
+            ids: set[str] = set()
             bodies = self._broker.client.hmget(
                 f"{self._broker.namespace}:{queue}.XQ.msgs", [each.key for each in slice_]
             )
@@ -285,11 +286,13 @@ class DeadLetters:
                 revived = letter.revived(now)
                 if revived is not None:
                     given += [place.key, place.died, revived]
+                    ids.add(letter.id)
                 elif body is None:
                     done.gone += 1
                 else:
                     done.refused.append((letter.id, letter.unreadable or ""))
             if given:
+                self._broker.cancellations.records.remove(ids)  # else a worker would drop what was cancelled when dead
                 done.add(self._broker.do_revive(queue, *given))
         return done
 

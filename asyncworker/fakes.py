@@ -83,10 +83,16 @@ class FakePage(_Emitter):
 
     async def goto(self, url: str, **options: Any) -> None:
         await self._call("goto", url)
+        await self.context.browser.engine.pass_time("navigation")
         documents = self.context.browser.engine.documents
-        if url not in documents:
+        if url.startswith("data:"):
+            self._document = Document(title=url.partition("<title>")[2].partition("</title>")[0])
+        elif url not in documents:
             raise FakeTimeoutError(f"no document for {url}; set fake_engine.documents[{url!r}]")
-        self.url, self._document = url, documents[url]
+        else:
+            self._document = documents[url]
+        self.url = url
+        self.emit("domcontentloaded", self)
 
     async def title(self) -> str:
         await self._call("title")
@@ -271,8 +277,8 @@ class FakeEngine:
         documents: What pages show, by URL.
         browsers: Every browser launched, first to last.
         fail_launches: How many of the next launches fail.
-        delays: Seconds that a step takes, by its name: launch, new_context, new_page, page, close_context, close.
-            `math.inf` never ends.
+        delays: Seconds that a step takes, by its name: launch, new_context, new_page, page, navigation, close_context,
+            close. `math.inf` never ends.
         renewed: The browsers with which the next one was to share nothing.
         begun: How often each of these steps has begun.
         capabilities: What it can do; without one of them it refuses the options that need it.

@@ -53,6 +53,10 @@ class Generation:
     #: Contexts that were opened on it so far, and what its processes held when they were last looked at.
     contexts: int = 0
     memory_mb: float = 0.0
+    #: When a page was last seen to finish a navigation, and when it was last probed, by the host's clock; None: never.
+    proved_at: float | None = None
+    probed_at: float | None = None
+    failed_probes: int = 0
     #: The latest time, by the host's clock, at which the time limit of an attempt on it passes.
     busy_until: float = 0.0
     #: The next one has taken over; this one counts as no browser of `max_browsers` any more.

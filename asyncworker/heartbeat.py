@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from typing import Any
 
 import redis
@@ -59,6 +60,11 @@ class Heartbeat(Middleware):
 
     def after_worker_shutdown(self, broker: Any, worker: Worker) -> None:
         broker.alarm.stop()
+        # Of what was interrupted at the last moment its thread may still send the retry: what is left when this
+        # process has gone is given to another, and would be there twice.
+        ends = time.monotonic() + max(LEAST_S, min(STOP_S, broker.patience.left_s))
+        for thread in worker.workers:
+            thread.join(max(0.0, ends - time.monotonic()))
         broker.settling.stop(max(LEAST_S, min(STOP_S, broker.patience.left_s)))
         self._stop.set()
         if self._thread is not None:
@@ -66,7 +72,7 @@ class Heartbeat(Middleware):
             self._thread = None
         client = hasty(broker)
         with contextlib.suppress(redis.RedisError, BrokerUnavailable):  # then it is noticed by its silence
-            broker.leave(client)
+            broker.leave(client, queues=consumed_queues(broker, worker))
         client.close()
 
     def _run(self, broker: Any, worker: Worker) -> None:

@@ -43,6 +43,8 @@ class Launcher:
         self._clock = clock
         self._too_late = too_late
         self._backoffs: dict[Hashable, _Backoff] = {}
+        #: Why the latest launch failed; None: it did not.
+        self.failure: str | None = None
 
     async def launch(self, key: Hashable, identity: Identity) -> Launched:
         """Launch a browser, after the pause that earlier failures of its key ask for.
@@ -60,9 +62,11 @@ class Launcher:
             backoff.failures += 1
             doubled = self._settings.launch_backoff_ms * 2 ** min(backoff.failures - 1, 16)
             backoff.not_before = self._clock.monotonic() + min(doubled, LONGEST_BACKOFF_MS) / 1000
-            logger.error("launch %d in a row failed: %s", backoff.failures, error)
+            self.failure = f"launch {backoff.failures} in a row failed: {error}"
+            logger.error("%s", self.failure)
             raise
         del self._backoffs[key]
+        self.failure = None
         return launched
 
     async def _bounded(self, identity: Identity) -> Launched:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from asyncworker.phases import Phase
 
 _OPEN_SCRIPT = (Path(__file__).parent / "ledger.lua").read_text()
+_REPLACE_SCRIPT = (Path(__file__).parent / "ledger_replace.lua").read_text()
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,8 @@ class Ledger(Protocol):
     def close(self, row: Row) -> None:
         """Replace the row of the same message and attempt; nothing happens when it is known no more.
 
+        Nor where it is lost: a worker that was frozen, and goes on, has nothing to say about it.
+
         For the row's end, and before it to add what became known meanwhile, such as the identity. A row whose
         attempt is 0 was never opened: it becomes the message's next.
         """
@@ -200,7 +203,8 @@ class MemoryLedger:
             return
         with self._lock:
             rows = self._rows.get(row.message_id, [])
-            if 1 <= row.attempt <= len(rows) and rows[row.attempt - 1] is not None:
+            former = rows[row.attempt - 1] if 1 <= row.attempt <= len(rows) else None
+            if former is not None and former.outcome is not Outcome.lost:
                 rows[row.attempt - 1] = row
 
     def note(self, row: Row, *, at_any_cost: bool = False) -> None:
@@ -253,6 +257,7 @@ class RedisLedger:
         self._client = client
         self._kept = kept
         self._open_script = client.register_script(_OPEN_SCRIPT)
+        self._replace_script = client.register_script(_REPLACE_SCRIPT)
         self._namespace = namespace
         self._behind = behind
 
@@ -280,12 +285,7 @@ class RedisLedger:
             self._replace(key, row)
 
     def _replace(self, key: str, row: Row) -> None:
-        with self._client.pipeline(transaction=False) as pipe:
-            pipe.lset(key, row.attempt - 1, _written(row))
-            pipe.pexpire(key, self._kept.ms)
-            replaced, _ = pipe.execute(raise_on_error=False)
-        if isinstance(replaced, Exception) and not str(replaced).endswith(_NO_SUCH_ROW):
-            raise replaced
+        self._replace_script(keys=[key], args=[row.attempt - 1, _written(row), self._kept.ms])
 
     def note(self, row: Row, *, at_any_cost: bool = False) -> None:
         key = self._key(row.message_id)
@@ -337,10 +337,6 @@ class RedisLedger:
 
     def _key(self, message_id: str) -> str:
         return f"{self._namespace}:attempts:{message_id}"
-
-
-#: How Redis says that an attempt's row has expired, or was flushed.
-_NO_SUCH_ROW = ("no such key", "index out of range")
 
 
 _FIELDS = tuple(field.name for field in fields(Row))

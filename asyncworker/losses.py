@@ -19,6 +19,7 @@ from dramatiq import Broker, Message, MessageProxy
 from dramatiq.middleware import Shutdown, SkipMessage
 
 from asyncworker.accounting import LOSSES_OPTION, NOTED_LOSSES_OPTION, now_ms
+from asyncworker.cancellations import is_cancelled
 from asyncworker.ledger import Ledger, Outcome, Row
 from asyncworker.middleware import Middleware, backlog_of, emit
 from asyncworker.redelivery import count_losses
@@ -62,19 +63,20 @@ class Losses(Middleware):
         if getattr(message, "redelivered", False):
             self._look_for_losses(broker, message)
         losses = message.options.get(LOSSES_OPTION, 0)
+        most = self._most(broker, message) if losses else 0
+        may_begin = not is_cancelled(broker, message)  # else it is dropped when its row is open
         if losses:
-            most = self._most(broker, message)
             if losses > message.options.get(NOTED_LOSSES_OPTION, 0):
                 self._note(broker, message, losses, most)
                 message.options[NOTED_LOSSES_OPTION] = losses
-            if losses >= most:
+            if losses >= most and may_begin:
                 message.fail()
                 raise TooManyLosses(
                     f"message {message.message_id} ({message.actor_name}) was lost {losses} times: the worker process "
                     f"died under it each time; it may be lost {most} times (ASYNCWORKER_MAX_LOSSES, or max_losses of "
                     "the actor)"
                 )
-        self._gate.enter(broker, alone=0 < losses == self._most(broker, message) - 1)
+        self._gate.enter(broker, alone=0 < losses == most - 1 and may_begin)
         if losses and hasattr(broker, "begin"):
             broker.begin(message)
 

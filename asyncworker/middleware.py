@@ -47,6 +47,7 @@ from asyncworker import processes, scratch
 from asyncworker.accounting import LOSSES_OPTION, Accounting, keep_in_dead_letter, now_ms, outcome_of
 from asyncworker.at_most_once import AT_MOST_ONCE, DELIVERY_OPTION, begin, check_delivery
 from asyncworker.backlog import Backlog
+from asyncworker.cancellations import as_cancelled
 from asyncworker.engines import Engine
 from asyncworker.errors import AsyncworkerError, DeclarationError, EngineError
 from asyncworker.fencing import Fence
@@ -159,6 +160,9 @@ class BrowserMiddleware(Middleware):
         self._accounting = Accounting(ledger)
         self._next_count = 0.0
         self._counts_losses = False
+        self._is_warming = False
+        #: Why the engine cannot launch, as the boot found it; None: it can.
+        self.engine_problem: str | None = None
 
     @property
     def actor_options(self) -> set[str]:
@@ -187,6 +191,14 @@ class BrowserMiddleware(Middleware):
     def backlog(self) -> Backlog:
         """What the ledger's store has not taken yet."""
         return self._accounting.backlog
+
+    def keeps_waiting(self, broker: Broker, queue_name: str) -> bool:
+        """Whether messages of the queue have to wait for a browser that is being launched here. Of any thread."""
+        runtime = self._runtime
+        if not self._is_warming and (runtime is None or not runtime.host.keeps_waiting):
+            return False
+        actors = [actor for actor in list(broker.actors.values()) if actor.queue_name == queue_name]
+        return any(actor.options.get(SESSION_OPTION) for actor in actors)
 
     def deployment_seed(self) -> int:
         """The seed of messages that name none. May ask the store, once."""
@@ -236,10 +248,11 @@ class BrowserMiddleware(Middleware):
         if serves_sessions(broker, worker):
             self._trim(worker)
             self._check_engine()
+            self._is_warming = self.settings.warm
         worker.queue_prefetch = worker.worker_threads  # no message waits here while another worker is idle
 
     def after_worker_boot(self, broker: Broker, worker: Worker) -> None:
-        if self.settings.warm and serves_sessions(broker, worker):
+        if self._is_warming:
             threading.Thread(target=self._warm, name="asyncworker-warm", daemon=True).start()
 
     def after_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
@@ -263,6 +276,10 @@ class BrowserMiddleware(Middleware):
             loop.stop()
             self._loop = self._runtime = None
 
+    def interrupt_all(self) -> None:
+        """Say in the ledger that what still runs was interrupted: the process ends under it, and gives it back."""
+        self._accounting.interrupt_all(at_ms=now_ms())
+
     def _trim(self, worker: Worker) -> None:
         """Fit the worker's threads to the contexts that it may have."""
         slots, reason = self.settings.slots or DEFAULT_SLOTS, "ASYNCWORKER_SLOTS"
@@ -285,19 +302,21 @@ class BrowserMiddleware(Middleware):
             found = self._loop.call(self.runtime.engine.check(), timeout_ms=CHECK_TIMEOUT_MS)
             logger.info("engine: %s", found)
         except EngineError as error:
-            logger.critical("this worker has no browser: %s", error)
+            self.engine_problem = f"this worker has no browser: {error}"
+            logger.critical("%s", self.engine_problem)
         except TimeoutError:
             logger.error("the engine %s did not say in time whether it is there", self.runtime.engine.name)
 
     def _warm(self) -> None:
         loop, runtime = self._loop, self._runtime
-        if loop is None or runtime is None:
-            return
         try:
-            identity = runtime.identity(self.deployment_seed())
-            loop.call(runtime.host.warm(identity), timeout_ms=self.settings.browser_wait_ms + 5_000)
+            if loop is not None and runtime is not None:
+                identity = runtime.identity(self.deployment_seed())
+                loop.call(runtime.host.warm(identity), timeout_ms=self.settings.browser_wait_ms + 5_000)
         except (AsyncworkerError, TimeoutError) as error:
             logger.error("the browser could not be launched at boot: %s", error)
+        finally:
+            self._is_warming = False
 
     def _sweep(self) -> None:
         if killed := processes.sweep():
@@ -348,6 +367,7 @@ class BrowserMiddleware(Middleware):
         result: Any = None,
         exception: BaseException | None = None,
     ) -> None:
+        exception = as_cancelled(broker, message, exception)
         self._close_row(outcome_of(exception), exception)
 
     def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:

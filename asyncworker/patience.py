@@ -70,8 +70,8 @@ class Patience:
         self._thread = threading.local()
 
     def end_in(self, timeout_s: float) -> None:
-        """Let who waits give up in so many seconds."""
-        self._ends_at = time.monotonic() + timeout_s
+        """Let who waits give up in so many seconds, or earlier if that was said before."""
+        self._ends_at = min(self._ends_at, time.monotonic() + timeout_s)
         self._ending.set()
 
     def renew(self) -> None:

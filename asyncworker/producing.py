@@ -18,6 +18,7 @@ from dramatiq.results import Results
 from dramatiq.results.backend import DEFAULT_TIMEOUT, ResultBackend
 from dramatiq.results.errors import ResultMissing, ResultTimeout
 
+from asyncworker.cancellations import Cancellations
 from asyncworker.errors import BrokerUnavailable
 from asyncworker.results import PatientResults
 
@@ -85,6 +86,8 @@ class ProducerBroker(Broker):
     send_timeout_ms: int = SEND_TIMEOUT_MS
     #: True when it has what `unique` and `delivery="at_most_once"` of an actor need: a store of its own.
     can_guard: bool = False
+    #: Which messages were cancelled; None: no one can say, since there is no store.
+    cancellations: Cancellations | None = None
     _threads: tuple[int, ThreadPoolExecutor] | None = None
 
     def send_many(self, messages: Iterable[ToSend]) -> list[Message[Any]]:

@@ -15,6 +15,7 @@ from dramatiq.brokers.redis import RedisBroker
 from dramatiq.common import current_millis, dq_name
 
 from asyncworker.alarm import Alarm
+from asyncworker.cancellations import Cancellations, RedisCancelRecords, serial_of
 from asyncworker.consumer import WorkerConsumer
 from asyncworker.delivery import Delivery, Item, Shipment, Undelivered
 from asyncworker.errors import BrokerUnavailable, ConfigurationError
@@ -23,7 +24,7 @@ from asyncworker.fencing import Claim, Fence
 from asyncworker.ledger import KEPT, ClosedRow, text
 from asyncworker.patience import Patience, PatientAfterAttempts, patiently
 from asyncworker.producing import ProducerBroker, ToSend
-from asyncworker.settling import Settled, Settling
+from asyncworker.settling import RETRYING, SETTLED, Settled, Settling
 from asyncworker.unique import unique_keys
 
 _SCRIPT = (Path(__file__).parent / "broker.lua").read_text()
@@ -79,6 +80,10 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         self.patience = Patience()
         self.settling = Settling(self._settle)
         self.alarm = Alarm(self._ring)
+        records = RedisCancelRecords(client, prefix=f"{self.namespace}:")
+        #: Which messages were cancelled; what is fetched brings the news.
+        self.cancellations: Cancellations = Cancellations(records, told_by_fetch=True)
+        self._look = ("GET", records.serial_key)
         #: True when this process's worker takes no more messages.
         self.is_stopping = False
 
@@ -156,12 +161,21 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         command = ("EVALSHA", self._script.sha, 1, self.namespace, "fetch", queue_name, self.broker_id, *words)
         # What follows a wait is done when that is over.
         wait = ("BLPOP", self.wake_key(queue_name), wait_s)
-        answer = ask_together(client, [wait, command] if wait_s > 0 else [command])[-1]
+        # After the fetch: what was cancelled before that is known by then.
+        *_, answer, serial = ask_together(client, [wait, command, self._look] if wait_s > 0 else [command, self._look])
+        if isinstance(serial, bytes | str):
+            self._hear(serial_of(serial))
         if isinstance(answer, redis.exceptions.NoScriptError):
             return list(self.do_fetch(queue_name, *words))  # loads it
         if isinstance(answer, Exception):
             raise answer
         return list(answer)
+
+    def _hear(self, serial: str) -> None:
+        try:
+            self.cancellations.hear(serial)
+        except redis.RedisError:  # what was fetched is here, and must not get lost
+            self.cancellations.forget()
 
     def begin(self, message: MessageProxy) -> None:
         """Say that this worker begins a message which was lost before: from now on it may be lost again."""
@@ -182,8 +196,13 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
             [(rows[place], text(reason)) for place, reason in zip(refused[::2], refused[1::2], strict=True)],
         )
 
-    def leave(self, client: redis.Redis | None = None) -> None:
-        """Say that this process's worker has stopped: what it still holds is taken back at once, not in time."""
+    def leave(self, client: redis.Redis | None = None, *, queues: Iterable[str] = ()) -> None:
+        """Say that this process's worker has stopped, and give back what it still holds of these queues.
+
+        What it holds of others is taken back by the next worker at once, not in time.
+        """
+        for queue_name in queues:
+            self._script(keys=[self.namespace], args=["reclaim", queue_name, self.broker_id], client=client)
         self._script(keys=[self.namespace], args=["leave", "", self.broker_id], client=client)
 
     def _dispatch(self, command: str) -> Callable[..., Any]:
@@ -201,7 +220,28 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
                 attempt: the retry, the next of a pipeline and a callback wait for the broker, since what is not
                 enqueued then is lost.
         """
+        if getattr(message, RETRYING, False):
+            return self._retry(message, delay)
         return self._send([message if delay is None else (message, delay)])[0]
+
+    def _retry(self, message: Any, delay: int | None) -> Message[Any]:
+        """Enqueue the next attempt of a message that is acknowledged with it, and say so to its proxy."""
+        held = message.options["redis_message_id"]
+        keys = unique_keys(self, [(message, delay)])
+        following = _prepared(message, delay)
+        self.emit_before("enqueue", following, delay)
+        if keys:
+            following.options["redis_message_id"] = UNIQUE_ID + following.options["redis_message_id"]
+        identifier, body, key = following.options["redis_message_id"], following.encode(), keys.get(0, "")
+        taken = patiently(
+            lambda: self._dispatch("retry")(following.queue_name, held, identifier, body, key, following.message_id),
+            "enqueue what follows an attempt",
+            self.patience,
+        )
+        setattr(message, SETTLED, bool(taken))
+        if taken:
+            self.emit_after("enqueue", following, delay)
+        return following
 
     def send_many(self, messages: Iterable[ToSend]) -> list[Message[Any]]:
         return self._send(list(messages))

@@ -6,9 +6,12 @@ import logging
 from typing import Any
 
 from dramatiq import Broker, MessageProxy
+from dramatiq.middleware import Callbacks as DramatiqCallbacks
 from dramatiq.middleware import Retries as DramatiqRetries
 from dramatiq.middleware import Shutdown
 
+from asyncworker.at_most_once import BEGUN_OPTION
+from asyncworker.cancellations import Cancelled, as_cancelled
 from asyncworker.errors import (
     BrowserCrashed,
     BrowserRecycled,
@@ -18,6 +21,7 @@ from asyncworker.errors import (
     StaleAttempt,
 )
 from asyncworker.middleware import emit
+from asyncworker.settling import RETRYING
 
 logger = logging.getLogger("asyncworker.worker")
 
@@ -27,6 +31,21 @@ MAX_CRASHES = 5
 
 #: An interrupted message is run again after this: threads of the stopping worker still take what is there at once.
 AFTER_SHUTDOWN_MS = 3_000
+
+
+class Callbacks(DramatiqCallbacks):
+    """Dramatiq's callbacks; a cancelled message is no failure and no success, and has none."""
+
+    def after_process_message(
+        self,
+        broker: Broker,
+        message: MessageProxy,
+        *,
+        result: Any = None,
+        exception: BaseException | None = None,
+    ) -> None:
+        if not isinstance(as_cancelled(broker, message, exception), Cancelled):
+            super().after_process_message(broker, message, result=result, exception=exception)
 
 
 class Retries(DramatiqRetries):
@@ -40,6 +59,8 @@ class Retries(DramatiqRetries):
         result: Any = None,
         exception: BaseException | None = None,
     ) -> None:
+        if isinstance(as_cancelled(broker, message, exception), Cancelled):
+            return  # neither retried nor a dead letter
         if isinstance(exception, RefusedMessage):
             logger.error("message %s is dead-lettered: %s", message.message_id, exception)
             message.fail()
@@ -47,24 +68,32 @@ class Retries(DramatiqRetries):
         if isinstance(exception, StaleAttempt):
             logger.warning("message %s is not retried from here: %s", message.message_id, exception)
             return
-        if self._is_innocent(broker, message, exception):
-            self._enqueue_again(broker, message, exception)
-        else:
-            super().after_process_message(broker, message, result=result, exception=exception)
+        setattr(message, RETRYING, True)  # until this hook ends: what others enqueue is another message
+        try:
+            if self._is_innocent(broker, message, exception):
+                self._enqueue_again(broker, message, exception)
+            else:
+                super().after_process_message(broker, message, result=result, exception=exception)
+        finally:
+            setattr(message, RETRYING, False)
         if exception is not None and not message.failed:
             emit(broker, "after_retry_message", message, exception=exception)
 
     def _is_innocent(self, broker: Broker, message: MessageProxy, exception: BaseException | None) -> bool:
         """A crash, a recycle, a changed exit or a shutdown is not the code's failure.
 
-        It uses up no retry, if there are any.
+        It uses up no retry, if there are any. A shutdown is no retry at all: the message goes back to its queue.
         """
         options = broker.get_actor(message.actor_name).options
         throws = message.options.get("throws") or options.get("throws")
-        max_retries = message.options.get("max_retries", options.get("max_retries", self.max_retries))
-        if max_retries == 0 or (throws and isinstance(exception, throws)):
+        if throws and isinstance(exception, throws):
             return False
-        if isinstance(exception, Shutdown | BrowserRecycled):
+        if isinstance(exception, Shutdown):
+            return BEGUN_OPTION not in message.options  # one at most once
+        max_retries = message.options.get("max_retries", options.get("max_retries", self.max_retries))
+        if max_retries == 0:
+            return False
+        if isinstance(exception, BrowserRecycled):
             return True
         blameless = BrowserCrashed | PageCrashed | ExitDrifted
         return isinstance(exception, blameless) and message.options.get("crashes", 0) < MAX_CRASHES

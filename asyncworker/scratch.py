@@ -38,6 +38,14 @@ def remove(directory: Path) -> None:
         time.sleep(0.01)
 
 
+def remove_own() -> None:
+    """Remove all directories of this process, which is about to end. Blocks for a moment; never raises."""
+    me = processes.new_token()
+    with contextlib.suppress(OSError):
+        for directory in Path(tempfile.gettempdir()).glob(f"aw-{me.namespace}-{me.pid}-{me.born}-*"):
+            remove(directory)
+
+
 def sweep() -> int:
     """Remove the directories of processes that are dead; returns how many. Blocks: call it in a thread."""
     removed = 0

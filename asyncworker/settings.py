@@ -213,6 +213,24 @@ class Settings(BaseSettings):
         description="for the contexts of a browser that is replaced to end, before they are ended and their messages "
         "run again; none: longer than any of their time limits",
     )
+    probe_interval_ms: MillisOrNever = Field(
+        30_000,
+        description="a browser that no message's page has finished loading in for this long is given a page of the "
+        "worker's own to load; 0: never",
+    )
+    probe_timeout_ms: Millis = Field(
+        10_000, description="for that page; a browser that fails twice in a row is replaced"
+    )
+    health_port: int = Field(
+        0,
+        ge=0,
+        le=65_535,
+        description="port of `/live` and `/ready` for all worker processes of this deployment on this host together: "
+        "one of them listens and asks the others, another takes over when it ends; 0: none",
+    )
+    health_host: str = Field(
+        "127.0.0.1", description="address that port is listened at; `0.0.0.0` or `::` for all interfaces"
+    )
     once_ttl_ms: Millis = Field(604_800_000, description="how long a step of `session.once` that is done is known")
     result_ttl_ms: Millis = Field(600_000, description="how long results are kept, unless the actor sets it")
 

@@ -40,6 +40,12 @@ REFUSED_AGAIN_S = 1.0
 MOST_REFUSED = 10_000
 
 
+#: Attributes of a message's proxy: its retry is being enqueued; and once it was, together with the acknowledgement,
+#: whether the message was still this worker's.
+RETRYING = "is_retrying"
+SETTLED = "was_settled"
+
+
 @dataclass(frozen=True)
 class Done:
     """A message that is done: acknowledged, or rejected to the dead letters.

@@ -67,8 +67,10 @@ class Policy:
     @classmethod
     def of(cls, settings: Settings, *, shutdown_ms: int) -> Policy:
         """As the settings and Dramatiq's `--worker-shutdown-timeout` have it."""
-        # After the messages: those still running are cancelled, a launch may have to end, and browsers are closed.
-        closing_ms = settings.stop_timeout_ms + settings.launch_timeout_ms + 3 * settings.close_timeout_ms
+        # After the messages: those still running are cancelled and clean up, a launch may have to end, and browsers are
+        # closed.
+        ending_ms = settings.cleanup_timeout_ms + settings.stop_timeout_ms
+        closing_ms = ending_ms + settings.launch_timeout_ms + 3 * settings.close_timeout_ms
         return cls(
             steady_ms=settings.crash_loop_ready_ms,
             deaths=settings.crash_loop_deaths,

@@ -24,6 +24,7 @@ from dramatiq.brokers.stub import StubBroker
 from dramatiq.results.backends import StubBackend
 
 from asyncworker.broker import middleware_in_order
+from asyncworker.cancellations import Cancellations, MemoryCancelRecords
 from asyncworker.engines import Engine
 from asyncworker.fakes import Document, FakeBrowserError, FakeClock, FakeEngine, FakePage, FakeTimeoutError
 from asyncworker.ledger import Ledger, MemoryLedger, Row
@@ -58,6 +59,7 @@ class WorkerStubBroker(ProducerBroker, StubBroker):
         #: Unique keys: the message that holds each, and how often it is enqueued and not settled: twice with its retry.
         self._holders: dict[str, tuple[str, int]] = {}
         self._guarding = threading.Lock()
+        self.cancellations = Cancellations(MemoryCancelRecords())
 
     def enqueue(self, message: Message[R], *, delay: int | None = None) -> Message[R]:
         if not (key := unique_key(self, message)):

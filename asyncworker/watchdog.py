@@ -82,15 +82,29 @@ class Watchdog(DramatiqMiddleware):
         self._replace = replace
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._of_loop: _Loop | None = None
+        self._of_threads: _Threads | None = None
+
+    @property
+    def blocked(self) -> str | None:
+        """By what the loop is blocked now, and for how long; None: it is served."""
+        return self._of_loop.blocked if self._of_loop is not None else None
+
+    @property
+    def stuck(self) -> str | None:
+        """Which threads see no interrupt; None: none."""
+        return self._of_threads.stuck if self._of_threads is not None else None
 
     def after_worker_boot(self, broker: Broker, worker: Worker) -> None:
         browser = next((each for each in broker.middleware if isinstance(each, BrowserMiddleware)), None)
         if browser is None or browser.loop_thread is None:
             return
         self._stop.clear()
-        looks = [_Loop(browser.loop_thread, self._settings, self._replace).look]
+        self._of_loop = _Loop(browser.loop_thread, self._settings, self._replace)
+        looks = [self._of_loop.look]
         if (limits := next((each for each in broker.middleware if isinstance(each, TimeLimit)), None)) is not None:
-            looks.append(_Threads(worker, limits, self._settings, self._replace).look)
+            self._of_threads = _Threads(worker, limits, self._settings, self._replace)
+            looks.append(self._of_threads.look)
         self._tell_all_is_well()
         self._thread = threading.Thread(target=self._run, args=(looks,), name="asyncworker-watchdog", daemon=True)
         self._thread.start()
@@ -154,6 +168,10 @@ class _Loop:
             said, _ = self._described()
             _give_up(self._replace, f"{said}, longer than ASYNCWORKER_LOOP_BLOCK_LIMIT_MS={self._limit_ms} allows")
 
+    @property
+    def blocked(self) -> str | None:
+        return self._described()[0] if self._is_noticed else None
+
     def _answer(self) -> None:
         self._is_asked = False
 
@@ -187,11 +205,19 @@ class _Threads:
         self._known: set[Overdue] = set()
         self._is_given_up = False
 
+    @property
+    def stuck(self) -> str | None:
+        if not (known := self._known):
+            return None
+        names = ", ".join(sorted(f"{each.message_id} ({each.actor})" for each in known))
+        return f"{len(known)} of its threads see no interrupt, and it takes no messages; they are at {names}"
+
     def look(self, counted_s: float) -> None:
         overdue = set(self._limits.overdue(self._grace_ms))
         for each in overdue - self._known:
             logger.error(
-                "message %s (%s) does not end, %d ms after its time limit: its thread sees no interrupt. It is at:\n%s",
+                "message %s (%s) does not end, %d ms after its time limit or its cancellation: its thread sees no "
+                "interrupt. It is at:\n%s",
                 each.message_id,
                 each.actor,
                 self._grace_ms,

@@ -10,6 +10,7 @@ import pytest
 from dramatiq import Message
 
 from asyncworker.dead_letters import DeadLetters, Wanted
+from asyncworker.settling import RETRYING
 from tests.stores import QUEUE, Store, consumer_of, identifier, message, silence, take
 from tests.waiting import wait_until
 from tests.workers import Deployment
@@ -135,6 +136,51 @@ def test_what_was_lost_before_is_not_lost_again_until_its_worker_has_begun_it(st
         silence(store, dead, for_ms=16_000)
         alive.recover(QUEUE)
     assert store.client.hget(LOSSES, identifier(sent)) == b"2"
+
+
+def test_what_a_plain_worker_took_back_unbegun_is_lost_when_it_was_begun_the_next_time(store: Store) -> None:
+    producer, ours, alive = store.ours(), store.ours(), store.ours()
+    sent = producer.enqueue(message("a"))
+    ours.do_fetch(QUEUE, 1, 0, 0)
+    store.client.smove(f"dramatiq:__acks__.{ours.broker_id}.{QUEUE}", "taken", identifier(sent))
+    store.client.lpush(f"dramatiq:{QUEUE}", identifier(sent))
+    ours.do_fetch(QUEUE, 1, 0, 1)
+    silence(store, ours, for_ms=16_000)
+    assert alive.recover(QUEUE) == 1
+    assert store.client.hget(LOSSES, identifier(sent)) == b"1"
+
+
+@pytest.mark.parametrize("delay", [None, 60_000])
+def test_a_worker_that_dies_once_the_retry_is_enqueued_has_lost_nothing_and_the_retry_is_there_once(
+    store: Store, delay: int | None
+) -> None:
+    producer, dead, alive = store.ours(), store.ours(), store.ours()
+    producer.enqueue(message("a"))
+    consumer = consumer_of(dead)
+    received = take(consumer)
+    setattr(received, RETRYING, True)
+    dead.enqueue(received, delay=delay)
+    silence(store, dead, for_ms=16_000)
+    assert alive.recover(QUEUE) == 0
+    assert not store.client.exists(LOSSES)
+    assert received.options["redis_message_id"] not in [*store.waiting(), *store.due(), *store.fetched(dead)]
+    assert alive.do_qsize(QUEUE) == 1
+    consumer.ack(received)
+    assert alive.do_qsize(QUEUE) == 1, "which is acknowledged already, and its next attempt is not"
+
+
+def test_a_retry_of_what_another_worker_has_taken_is_not_enqueued(store: Store, caplog: Any) -> None:
+    producer, frozen, alive = store.ours(), store.ours(), store.ours()
+    producer.enqueue(message("a"))
+    consumer = consumer_of(frozen)
+    received = take(consumer)
+    silence(store, frozen, for_ms=16_000)
+    assert alive.recover(QUEUE) == 1
+    setattr(received, RETRYING, True)
+    frozen.enqueue(received, delay=10)
+    consumer.ack(received)
+    assert "was no longer this worker's" in caplog.text
+    assert alive.do_qsize(QUEUE) == 1
 
 
 def test_a_worker_that_left_in_order_has_lost_nothing(store: Store) -> None:

@@ -10,15 +10,17 @@ from typing import Any
 import dramatiq
 import pytest
 import redis
-from dramatiq import Worker
+from dramatiq import Broker, Worker
 from dramatiq.brokers.redis import RedisBroker
 from dramatiq.common import current_millis
 
 from asyncworker import prefetch
 from asyncworker.errors import BrokerUnavailable
 from asyncworker.heartbeat import Heartbeat
-from asyncworker.ledger import ClosedRow
+from asyncworker.ledger import ClosedRow, MemoryLedger
+from asyncworker.middleware import BrowserMiddleware
 from asyncworker.redis_broker import WorkerBroker
+from asyncworker.settings import load
 from tests.stores import QUEUE, Store, consumer_of, identifier, message, silence, take
 from tests.waiting import wait_until
 
@@ -73,6 +75,54 @@ def _blocked(store: Store) -> int:
 def test_a_message_of_a_plain_producer_is_found_by_looking(store: Store) -> None:
     sent = store.plain().enqueue(message("a"))
     assert take(consumer_of(store.ours())).message_id == sent.message_id
+
+
+# --- a browser that is not up yet
+
+
+class _Launching(BrowserMiddleware):
+    """A worker's browser that is being launched until it is told otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__(load({}), ledger=MemoryLedger(), draw_seed=lambda: 1)
+        self.asked = 0
+        self.is_launching = True
+
+    def keeps_waiting(self, broker: Broker, queue_name: str) -> bool:
+        assert queue_name == QUEUE
+        self.asked += 1
+        return self.is_launching
+
+
+def test_a_worker_whose_browser_is_being_launched_leaves_messages_to_others(store: Store) -> None:
+    starting, browser = store.ours(), _Launching()
+    starting.add_middleware(browser)
+    consumer, other = consumer_of(starting), consumer_of(store.ours())
+    sent = store.ours().enqueue(message("a"))
+    assert next(consumer) is None
+    assert store.waiting() == [identifier(sent)]
+    assert take(other).message_id == sent.message_id
+    again = store.ours().enqueue(message("b"))
+    browser.is_launching = False
+    assert take(consumer).message_id == again.message_id
+
+
+def test_what_a_worker_has_fetched_when_its_browser_begins_to_be_launched_goes_back_uncounted(store: Store) -> None:
+    starting, browser = store.ours(), _Launching()
+    starting.add_middleware(browser)
+    browser.is_launching = False
+    consumer, other = consumer_of(starting), consumer_of(store.ours())
+    assert next(consumer) is None  # now it blocks in the store
+    fetching = threading.Thread(target=lambda: next(consumer))
+    fetching.start()
+    wait_until(lambda: _blocked(store) == 1, "it waits for a message")
+    browser.is_launching = True
+    sent = store.ours().enqueue(message("a"))
+    fetching.join()
+    assert store.fetched(starting) == set()
+    received = take(other)
+    assert received.message_id == sent.message_id
+    assert "losses" not in received.options
 
 
 # --- delays

@@ -19,6 +19,7 @@ import pytest
 from dramatiq import Message
 from dramatiq.brokers.rabbitmq import RabbitmqBroker
 
+from asyncworker import cancel
 from asyncworker.errors import BrokerUnavailable
 from asyncworker.ledger import Outcome
 from asyncworker.producing import ToSend
@@ -160,6 +161,24 @@ def test_what_was_only_fetched_ahead_by_a_worker_that_was_killed_is_not_lost(dep
                 f"its rows are {outcomes}",
             )
         assert second.stop() == 0
+
+
+def test_a_cancelled_message_that_runs_is_ended_and_one_that_waits_is_dropped_by_the_worker_that_takes_it(
+    deployment: RabbitDeployment,
+) -> None:
+    never = str(deployment.directory / "never")
+    with deployment.worker("-p", "1", "-t", "1", "-Q", "held") as worker:
+        running = deployment.send("hold", never, queue="held")
+        wait_until(lambda: deployment.rows(running), "it runs")
+        waiting = deployment.send("hold", never, queue="held")
+        noted = operating.run(deployment, "cancel", waiting.message_id)
+        assert (noted.returncode, "is noted as cancelled" in noted.stdout) == (0, True), noted
+        answer = cancel(running, wait_ms=20_000, broker=deployment.broker)
+        assert (answer.found, answer.is_cancelled, answer.outcome) == ("running", True, "rejected")
+        wait_until(lambda: [row.outcome for row in deployment.rows(waiting)] == [Outcome.rejected], "it is dropped")
+        assert cancel(waiting, broker=deployment.broker).found == "ended"
+        assert worker.stop() == 0
+    assert deployment.waiting("held") == 0
 
 
 def test_a_delayed_message_is_run_when_it_is_due_and_not_before(deployment: RabbitDeployment, worker: Running) -> None:

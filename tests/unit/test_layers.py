@@ -28,16 +28,16 @@ private_hosts
 lineage processes scratch
 engines.capabilities engines.importing engines.profile engines.lifeline engines.storage_state engines.invisible_client
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
-generation launching contexts turn recycling browser lending watch loop session runtime
+generation launching contexts turn recycling browser probing lending watch loop session runtime
 state_dirs embedded vetting connecting patience settling alarm heartbeat
-unique at_most_once attempt_log backlog accounting middleware time_limit watchdog redelivery losses retries
-fitness supervised
+unique at_most_once cancellations attempt_log backlog accounting middleware time_limit watchdog interrupts hurry
+redelivery losses retries health_sockets health_server health fitness supervised
 prefetch consumer exchange delivery result_watch results producing redis_broker
-speaking rabbitmq_consumer rabbitmq broker actor last_words
+speaking rabbitmq_consumer rabbitmq broker cancelling actor last_words
 asyncworker
 deployment actors kept_worker supervisor
 broker_checks commands installing doctor sending queues dead_letters identities demo demo.site demo.run
-terminal cli_once cli_dead_letters cli_queues cli_reap cli __main__
+terminal cli_once cli_dead_letters cli_queues cli_reap cli_health cli_cancel cli __main__
 fakes testing pytest_plugin
 """
 

@@ -24,6 +24,7 @@ from dramatiq.middleware import retries as dramatiq_retries
 import asyncworker
 from asyncworker import consumer, errors, heartbeat, middleware, redis_broker, retries
 from asyncworker.engines import invisible
+from asyncworker.health_server import SharedPort
 from asyncworker.session import Session
 from asyncworker.settings import (
     DEFAULT_SLOTS,
@@ -74,6 +75,16 @@ def test_the_tests_that_look_at_what_is_not_run_exist() -> None:
     source = Path(__file__).read_text() + (ROOT / "tests" / "process" / "test_readme.py").read_text()
     defined = set(re.findall(r"^def (test_\w+)", source, re.MULTILINE))
     assert named <= defined
+
+
+def test_the_probes_of_kubernetes_ask_what_a_worker_answers(tmp_path: Path) -> None:
+    (block,) = (block for block in readme.blocks() if block.language == "yaml")
+    set_there = dict(re.findall(rf"{PREFIX}([A-Z_]+)=(\S+)", block.text))
+    settings = load({PREFIX + name: value for name, value in set_there.items()}, state_dir=tmp_path)
+    asked = re.findall(r"httpGet: {path: (\S+), port: (\d+)}", block.text)
+    assert {int(port) for _, port in asked} == {settings.health_port}
+    answers = {path: SharedPort(settings).answer(path) for path, _ in asked}
+    assert {path: status for path, (status, _, _) in answers.items()} == {"/ready": 503, "/live": 503}, "no worker"
 
 
 # --- tables that are kept equal

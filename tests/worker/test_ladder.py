@@ -12,7 +12,8 @@ from typing import Any
 
 import dramatiq
 import pytest
-from dramatiq.middleware import TimeLimitExceeded
+from dramatiq.middleware import Shutdown, TimeLimitExceeded
+from dramatiq.middleware.threading import raise_thread_exception
 from dramatiq.results import ResultMissing
 
 from asyncworker import Session, actor, open_session
@@ -21,6 +22,7 @@ from asyncworker.middleware import browsers_of
 from asyncworker.runtime import Runtime
 from asyncworker.settings import load
 from asyncworker.testing import FakeEngine, StubWorker, stub_worker
+from asyncworker.time_limit import TimeLimit
 from tests.waiting import wait_until
 
 Body = Callable[..., Any]
@@ -92,6 +94,32 @@ def test_the_limit_of_a_plain_actor_begins_with_its_message(worker: StubWorker, 
     with pytest.raises(TimeLimitExceeded):
         worker.run(opening.message())
     assert time.monotonic() - began < 2.5
+
+
+def test_an_interrupt_that_comes_when_the_code_has_ended_takes_nothing_of_what_follows_with_it(
+    worker: StubWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = next(each for each in worker.broker.middleware if isinstance(each, TimeLimit))
+    remove, late = limits.manager.remove_timeout, []
+
+    def remove_late(thread: int) -> None:
+        if not late:
+            late.append(thread)
+            raise_thread_exception(thread, Shutdown)  # type: ignore[no-untyped-call]
+        remove(thread)  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(limits.manager, "remove_timeout", remove_late)
+    runs: list[int] = []
+
+    @dramatiq.actor(broker=worker.broker, max_retries=1, min_backoff=1, max_backoff=2, store_results=True)
+    def fail_once() -> str:
+        runs.append(1)
+        if len(runs) == 1:
+            raise RuntimeError("the first time")
+        return "done"
+
+    assert worker.run(fail_once.message()) == "done"
+    assert (len(runs), len(late), limits.at_work) == (2, 1, 0)
 
 
 def test_a_failure_stays_what_it_is_when_the_context_closes_beyond_the_limit(

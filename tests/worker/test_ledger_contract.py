@@ -105,6 +105,14 @@ def test_a_row_may_be_closed_twice_and_the_last_word_stands(book: Ledger) -> Non
     assert [row.outcome for row in book.rows("m1")] == [Outcome.rejected]
 
 
+def test_a_lost_attempt_stays_lost_whatever_its_worker_says_when_it_goes_on(book: Ledger) -> None:
+    opened = book.open(OPENED)
+    book.close(opened.closed(Outcome.lost, 2_000))
+    book.close(opened.closed(Outcome.succeeded, 3_000))
+    book.note(opened, at_any_cost=True)
+    assert [row.outcome for row in book.rows("m1")] == [Outcome.lost]
+
+
 @pytest.mark.parametrize("attempt", [-1, 2])
 def test_closing_an_attempt_that_was_never_opened_changes_nothing(book: Ledger, attempt: int) -> None:
     book.open(OPENED)
