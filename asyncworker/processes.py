@@ -165,10 +165,14 @@ def lives(pid: int) -> bool:
 
 
 def up_since() -> float:
-    """When this process started, by the clock that dates files; psutil's answer is off by up to a second."""
+    """When this process had started for certain, by the clock that dates files.
+
+    Linux counts in ticks of, usually, 10 ms, and cuts off: the end of the tick is told. psutil's answer is off by up to
+    a second.
+    """
     if sys.platform != "linux":
         return psutil.Process().create_time()
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - _born(psutil.Process()) / os.sysconf("SC_CLK_TCK")
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - (_born(psutil.Process()) + 1) / os.sysconf("SC_CLK_TCK")
     return time.time() - age
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from asyncworker.probing import Prober, State
 from asyncworker.runtime import Runtime
 from asyncworker.session import Attempt
 from asyncworker.settings import load
+from tests.hung import network_processes, suspend
 from tests.site import BehaviourSite
 from tests.waiting import eventually
 
@@ -52,11 +52,10 @@ def local_url() -> Iterator[str]:
     servers.stop()
 
 
-def network_processes() -> list[psutil.Process]:
-    """Through which this process's Chromiums load everything but what they make themselves."""
+def freeze_the_network() -> list[psutil.Process]:
+    """Of this process's Chromiums."""
     me = processes.new_token()
-    below = processes.carriers(lambda token: token.role == "browser" and token.pid == me.pid)
-    return [one for one in below if any("network.mojom.NetworkService" in word for word in one.cmdline())]
+    return suspend(network_processes(processes.carriers(lambda token: token.role == "browser" and token.pid == me.pid)))
 
 
 async def test_a_browser_that_answers_and_finishes_no_navigation_is_replaced_and_messages_run_on_the_next_one(
@@ -68,10 +67,8 @@ async def test_a_browser_that_answers_and_finishes_no_navigation_is_replaced_and
         await session.page.goto(site.product_url(1))
     await eventually(lambda: prober.last is not None and prober.last.failure is None, "a probe has passed")
     assert prober.standing.state is State.ready
-    frozen = await asyncio.to_thread(network_processes)
+    frozen = await asyncio.to_thread(freeze_the_network)
     assert frozen
-    for process in frozen:
-        process.send_signal(signal.SIGSTOP)
     (generation,) = runtime.host.usable()
     context = await generation.launched.new_context(generation.identity, {})
     page = await context.new_page()

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import dramatiq
-import psutil
 import pytest
 from dramatiq import Message
 from dramatiq.results.errors import ResultFailure
@@ -25,6 +24,7 @@ from asyncworker.cancelling import Found, cancel_many
 from asyncworker.producing import aresult
 from asyncworker.watchdog import EXIT_REPLACED
 from tests import operating
+from tests.hung import browsers, suspend
 from tests.operating import dead_letter, facts, run
 from tests.site import BehaviourSite
 from tests.stores import QUEUE
@@ -307,10 +307,6 @@ def _end(deployment: Deployment, message: Message[Any]) -> str:
 # --- with a browser
 
 
-def browsers(tokens: set[processes.Token]) -> list[psutil.Process]:
-    return processes.carriers(lambda token: token in tokens)
-
-
 @pytest.mark.needs_browser
 def test_code_that_catches_everything_and_calls_the_page_again_is_refused_and_launches_nothing(
     hasty: Deployment, site: BehaviourSite
@@ -349,9 +345,7 @@ def test_a_browser_that_hangs_under_cancelled_messages_is_killed_and_all_slots_c
     with hasty.worker() as worker:
         messages = [hasty.send("probe.text", f"{site.url}/never", options=LONG) for _ in range(4)]
         wait_until(lambda: site.requests["/never"] >= 4, "four pages load")
-        hung = browsers(worker.tokens("browser"))
-        for process in hung:
-            process.suspend()
+        hung = suspend(browsers(worker))
         began = time.monotonic()
         assert all(each.is_cancelled for each in cancel_many(messages, wait_ms=20_000, broker=hasty.broker))
         wait_until(lambda: not any(processes.lives(each.pid) for each in hung), "the hung browser is killed")

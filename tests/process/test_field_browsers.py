@@ -13,9 +13,10 @@ import pytest
 
 from asyncworker import processes
 from tests import namespaces
+from tests.hung import browsers, words_of
 from tests.site import BehaviourSite
 from tests.waiting import wait_until
-from tests.workers import Deployment, Running
+from tests.workers import Deployment
 
 pytestmark = pytest.mark.needs_browser
 
@@ -50,12 +51,6 @@ def all_slots_work(deployment: Deployment, site: BehaviourSite, slots: int = 4) 
         assert deployment.result(message) == "slow"
     counts = deployment.slots()
     assert counts["slots"] == slots
-
-
-def browsers(worker: Running) -> list[psutil.Process]:
-    """The processes of all its browsers that were given a directory for their profile."""
-    tokens = worker.tokens("browser")
-    return processes.carriers(lambda token: token in tokens)
 
 
 def test_a_hundred_screenshots_in_eight_slots_are_one_launch_and_a_hundred_contexts_all_closed(
@@ -170,7 +165,7 @@ def test_four_worker_processes_that_start_at_once_have_four_browsers_that_share_
         profiles = [
             word.partition("=")[2]
             for process in browsers(up)
-            for word in _words(process)
+            for word in " ".join(words_of(process)).split()  # a helper writes its own as one word
             if word.startswith("--user-data-dir=")
         ]
         assert len(set(profiles)) == 4
@@ -179,14 +174,6 @@ def test_four_worker_processes_that_start_at_once_have_four_browsers_that_share_
         assert {result["pid"] for result in results} <= set(pids)
         assert up.stop() == 0
     assert deployment.counts()["browsers_launched"] == 4
-
-
-def _words(process: psutil.Process) -> list[str]:
-    """Of its command line; a Chromium's helpers write theirs as one word."""
-    try:
-        return " ".join(process.cmdline()).split()
-    except psutil.Error:
-        return []
 
 
 def test_five_attempts_of_a_message_show_a_site_one_seed_exit_language_and_time_zone(

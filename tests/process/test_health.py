@@ -19,6 +19,7 @@ from asyncworker import processes
 from asyncworker.engines.finding import find
 from asyncworker.health_sockets import ANSWER_TIMEOUT_S, ask_all, members, together
 from asyncworker.settings import load
+from tests.hung import browsers, network_processes, suspend
 from tests.operating import facts, run, stands
 from tests.site import BehaviourSite
 from tests.waiting import wait_until
@@ -257,12 +258,8 @@ def test_a_browser_that_answers_and_loads_nothing_is_not_ready_within_two_probes
         worker_of(running)
         deployment.result(deployment.send("probe.visit", site.product_url(1)))
         wait_until(lambda: (answers(deployment)[0]["probe"] or {}).get("failure", "") is None, "a probe has passed")
-        tokens = running.tokens("browser")
-        below = processes.carriers(lambda token: token in tokens)
-        frozen = [one for one in below if any("network.mojom.NetworkService" in word for word in one.cmdline())]
+        frozen = suspend(network_processes(browsers(running)))
         assert frozen
-        for process in frozen:
-            process.suspend()
         answer = comes(deployment, "sick", timeout_ms=10_000)
         assert "finished no navigation within 2000 ms" in answer["reason"]
         comes(deployment, "ready")

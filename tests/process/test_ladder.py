@@ -11,6 +11,7 @@ import pytest
 
 from asyncworker import processes
 from asyncworker.watchdog import EXIT_REPLACED
+from tests.hung import browsers, suspend
 from tests.site import BehaviourSite
 from tests.waiting import wait_until
 from tests.workers import Deployment, Running
@@ -45,11 +46,6 @@ def all_slots_work(deployment: Deployment, site: BehaviourSite) -> None:
 def nothing_is_left(deployment: Deployment) -> None:
     counts = deployment.slots()
     assert (counts["slots"], counts["slots_in_use"]) == (4, 0)
-
-
-def browsers(worker: Running) -> list[psutil.Process]:
-    tokens = worker.tokens("browser")
-    return processes.carriers(lambda token: token in tokens)
 
 
 def test_code_that_catches_everything_and_calls_again_is_refused_and_all_slots_come_back(
@@ -90,9 +86,7 @@ def test_a_browser_that_hangs_while_a_context_opens_is_named_by_the_phase_and_re
 ) -> None:
     with deployment.worker() as worker:
         deployment.result(deployment.send("probe.visit", site.product_url(1)))
-        hung = browsers(worker)
-        for process in hung:
-            process.suspend()
+        hung = suspend(browsers(worker))
         message = deployment.send("probe.text", site.product_url(1), options={"time_limit": 1_000})
         said = deployment.failure(message)
         assert "PhaseTimeout" in said, said
@@ -117,9 +111,7 @@ def test_a_browser_that_hangs_under_messages_is_killed_after_their_time_limits_a
             deployment.send("probe.text", f"{site.url}/slow?ms=9000", options={"time_limit": 2_500}) for _ in range(4)
         ]
         wait_until(lambda: sum(site.requests.values()) >= 4, "four pages are loading")
-        hung = browsers(worker)
-        for process in hung:
-            process.suspend()
+        hung = suspend(browsers(worker))
         for message in messages:
             assert "TimeLimitExceeded" in deployment.failure(message)
         all_slots_work(deployment, site)
@@ -138,9 +130,7 @@ def test_a_driver_that_hangs_is_killed_with_its_browser_and_costs_the_messages_a
         ]
         wait_until(lambda: sum(site.requests.values()) >= 4, "four pages are loading")
         tokens = worker.tokens("driver")
-        hung = processes.carriers(lambda token: token in tokens)
-        for process in hung:
-            process.suspend()
+        hung = suspend(processes.carriers(lambda token: token in tokens))
         for message in messages:
             assert "TimeLimitExceeded" in deployment.failure(message)
         all_slots_work(deployment, site)

@@ -15,8 +15,7 @@ from tests.stores import QUEUE, Store, consumer_of, identifier, message, silence
 from tests.waiting import wait_until
 from tests.workers import Deployment
 
-#: Dramatiq's main process waits for so long for a process to be ready, also for one that was killed before it was.
-WORKER = ("-p", "1", "-t", "4", "-Q", "deadly", "--worker-fork-timeout", "1000")
+WORKER = ("-p", "1", "-t", "4", "-Q", "deadly")
 
 LOSSES = f"dramatiq:{QUEUE}.losses"
 
@@ -33,11 +32,19 @@ def outcomes(deployment: Deployment, message: Message[Any]) -> list[str]:
     return [row.outcome for row in deployment.rows(message)]
 
 
+def gate(deployment: Deployment) -> Path:
+    """The file that deadly messages wait for."""
+    return deployment.directory / "gate"
+
+
 def work_until_done(deployment: Deployment, *, workers: int) -> list[str]:
     """Start one worker after another as long as they die, so many at most; returns their logs."""
     logs = []
     for _ in range(workers):
+        gate(deployment).unlink(missing_ok=True)
         with deployment.worker(*WORKER) as worker:
+            worker.ready()
+            gate(deployment).touch()
 
             def over(worker: Any = worker) -> bool:
                 return worker.command.poll() is not None or deployment.broker.do_qsize("deadly") == 0
@@ -55,7 +62,7 @@ def work_until_done(deployment: Deployment, *, workers: int) -> list[str]:
 def test_a_message_that_kills_its_process_each_time_is_dead_lettered_with_the_reason_and_stays_there(
     deployment: Deployment,
 ) -> None:
-    deadly = deployment.send("die", queue="deadly", seed=42)
+    deadly = deployment.send("die", str(gate(deployment)), queue="deadly", seed=42)
     logs = work_until_done(deployment, workers=4)
     assert len(logs) == 4
     assert f"message_id={deadly.message_id} actor=die attempt=3 seed=42 outcome=lost" in logs[-1]
@@ -70,7 +77,7 @@ def test_a_message_that_kills_its_process_each_time_is_dead_lettered_with_the_re
 
 def test_those_that_ran_beside_it_are_told_from_it(deployment: Deployment) -> None:
     beside: list[Message[Any]] = [deployment.send("linger", 1_500, queue="deadly") for _ in range(3)]
-    deadly = deployment.send("die", queue="deadly")
+    deadly = deployment.send("die", str(gate(deployment)), queue="deadly")
     work_until_done(deployment, workers=5)
     assert outcomes(deployment, deadly) == ["lost", "lost", "lost"]
     for each in beside:

@@ -120,20 +120,20 @@ def test_a_worker_that_is_killed_loses_nothing_and_the_ledger_numbers_the_attemp
     assert deployment.waiting("held") == 0
 
 
-#: Dramatiq's main process waits for so long for a process to be ready, also for one that was killed before it was.
-SHORT_LIVED = ("-p", "1", "-t", "2", "--worker-fork-timeout", "1000", "-Q")
-
-
 def test_a_message_that_kills_its_process_each_time_is_dead_lettered_and_stays_there(
     deployment: RabbitDeployment,
 ) -> None:
-    deadly = deployment.send("die", queue="deadly", seed=42)
+    gate = deployment.directory / "gate"
+    deadly = deployment.send("die", str(gate), queue="deadly", seed=42)
     for number in range(1, 4):
-        with deployment.worker(*SHORT_LIVED, "deadly") as worker:
+        gate.unlink(missing_ok=True)
+        with deployment.worker("-p", "1", "-t", "2", "-Q", "deadly") as worker:
+            worker.ready()
+            gate.touch()
             wait_until(lambda worker=worker: worker.command.poll() is not None, "it was killed")  # type: ignore[misc]
             outcomes = [row.outcome for row in deployment.rows(deadly)]
             assert outcomes == ["lost"] * (number - 1) + ["running"]
-    with deployment.worker(*SHORT_LIVED, "deadly") as last:
+    with deployment.worker("-p", "1", "-t", "2", "-Q", "deadly") as last:
         wait_until(lambda: deployment.waiting("deadly.XQ") == 1, "a dead letter")
         last.wait_for_log(f"message_id={deadly.message_id} actor=die attempt=3 seed=42 outcome=lost")
         last.wait_for_log("losses=3 of 3: the worker process died under it; it is dead-lettered")

@@ -6,12 +6,18 @@ import time
 
 import dramatiq
 
+from actors.held import wait_for
 from asyncworker import Session, actor
 
 
 @dramatiq.actor(queue_name="deadly", max_retries=3)
-def die(*, seed: int | None = None) -> None:
-    """Kill the process at once."""
+def die(gate: str, *, seed: int | None = None) -> None:
+    """Kill the process as soon as the file is there.
+
+    Not before: a process that is killed while it tells Dramatiq's command that it is up may leave that waiting for ever,
+    with the lock of what it tells it by.
+    """
+    wait_for(gate)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -12,6 +12,11 @@ LONGEST_S = 60
 @dramatiq.actor(queue_name="held", max_retries=0)
 def hold(path: str) -> None:
     """Run until the file is there."""
+    wait_for(path)
+
+
+def wait_for(path: str) -> None:
+    """Return as soon as the file is there."""
     ends = time.monotonic() + LONGEST_S
     while not Path(path).exists() and time.monotonic() < ends:
         time.sleep(0.01)
