@@ -128,13 +128,11 @@ def test_what_waits_for_a_thread_when_the_signal_comes_goes_back_and_does_not_be
 
 
 @pytest.mark.needs_browser
-@pytest.mark.parametrize("command", ["dramatiq", "up"])
 def test_what_outlasts_the_drain_budget_goes_back_to_its_queue_as_if_there_had_been_no_attempt(
-    state_dir: Path, site: BehaviourSite, command: str
+    state_dir: Path, site: BehaviourSite
 ) -> None:
     with contextlib.contextmanager(_deployment)(state_dir, stop_timeout_ms=500) as deployment:
-        start = deployment.worker if command == "dramatiq" else deployment.up
-        with start("-p", "1", "-t", "3", "--worker-shutdown-timeout", "1500") as worker:
+        with deployment.worker("-p", "1", "-t", "3", "--worker-shutdown-timeout", "1500") as worker:
             worker.ready()
             done = deployment.send("probe.text", f"{site.url}/slow?ms=1000")
             page = deployment.send("probe.text", f"{site.url}/slow?ms=8000", seed=5)  # neither has retries
@@ -267,12 +265,10 @@ def test_a_second_sigterm_ends_a_close_that_hangs_before_its_own_limit(state_dir
         assert site.product(1).title in deployment.result(message, timeout_s=1)
 
 
-@pytest.mark.parametrize("command", ["dramatiq", "up"])
 def test_a_second_sigterm_ends_a_thread_that_sees_no_interrupt_in_time_and_loses_nothing(
-    deployment: Deployment, command: str
+    deployment: Deployment,
 ) -> None:
-    start = deployment.worker if command == "dramatiq" else deployment.up
-    with start("-p", "1", "-t", "1", "-Q", "noted") as worker:
+    with deployment.worker("-p", "1", "-t", "1", "-Q", "noted") as worker:
         worker.ready()
         message = deployment.send("note", str(deployment.directory / "notes"), 0, queue="noted", ms=60_000)
         wait_until(lambda: stands(deployment, "noted")["running"] == 1, "it runs")
@@ -280,7 +276,7 @@ def test_a_second_sigterm_ends_a_thread_that_sees_no_interrupt_in_time_and_loses
             tell(worker)
             worker.wait_for_log("Stopping worker process")
             tell(worker)
-            stops(worker, EXIT_TOLD_AGAIN if command == "dramatiq" else NOT_IN_ORDER, within_s=STOP_MS / 1000)
+            stops(worker, EXIT_TOLD_AGAIN, within_s=STOP_MS / 1000)
     is_unharmed(deployment, message, queue="noted", seed=None)
 
 

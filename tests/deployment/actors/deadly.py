@@ -14,8 +14,8 @@ from asyncworker import Session, actor
 def die(gate: str, *, seed: int | None = None) -> None:
     """Kill the process as soon as the file is there.
 
-    Not before: a process that is killed while it tells Dramatiq's command that it is up may leave that waiting for ever,
-    with the lock of what it tells it by.
+    Not before: a process that is killed while it tells Dramatiq's command that it is up may leave that waiting for
+    ever, with the lock of what it tells it by.
     """
     wait_for(gate)
     os.kill(os.getpid(), signal.SIGKILL)
