@@ -374,6 +374,15 @@ local function put_back(ids)
     return #there
 end
 
+-- A plain worker that is done with a message that was lost before leaves its count; later losses clear it away.
+local function forget_some_losses()
+    for _, id in ipairs(redis.call("hrandfield", losses, 16)) do
+        if redis.call("hexists", bodies, id) + redis.call("hexists", delayed_bodies, id) == 0 then
+            redis.call("hdel", losses, id)
+        end
+    end
+end
+
 -- Gives back what a dead broker's worker has fetched under a queue's name; returns how many. What it had begun is
 -- lost, and counted, where that is known: of a worker of ours that has not stopped in order.
 local function take_from(who, name, its_bodies, its_list, is_known)
@@ -386,6 +395,7 @@ local function take_from(who, name, its_bodies, its_list, is_known)
     for _, id in ipairs(is_known and ids or {}) do
         if redis.call("sismember", ahead, id) == 0 then redis.call("hincrby", losses, id, 1) end
     end
+    forget_some_losses()
     redis.call("del", acks, ahead)
     return #ids
 end

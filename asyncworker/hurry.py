@@ -62,7 +62,7 @@ class Hurry(Middleware):
 
     def __init__(self, settings: Settings) -> None:
         self._limit_s = settings.stop_timeout_ms / 1000
-        self._told = 0
+        self._told: set[int] = set()
         self._told_again = 0
 
     def before_worker_boot(self, broker: Broker, worker: Worker) -> None:
@@ -84,7 +84,10 @@ class Hurry(Middleware):
 
     def _listener(self, broker: Any, worker: Worker, dramatiqs: Handler) -> Handler:
         def hear(number: int, frame: FrameType | None) -> None:
-            self._told += 1
+            if self._told and number not in self._told:  # a reload that a stop overtakes, or the other way round
+                self._told.add(number)
+                return
+            self._told.add(number)
             _begin_no_more(broker, worker)
             try:
                 dramatiqs(number, frame)

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import psutil
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from asyncworker import embedded, processes
 from asyncworker.engines.finding import find
@@ -39,8 +39,15 @@ MARK = "_ASYNCWORKER_TESTS"
 SHARED = "_ASYNCWORKER_TESTS_SHARED"
 
 
-# No test here is about how long an example takes, and beside other tests any may take long.
-settings.register_profile("patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# No test here is about how long an example takes, and beside other tests any may take long. The phase that explains a
+# failure traces each line of every example, also where all pass.
+settings.register_profile(
+    "patient",
+    settings(),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[phase for phase in Phase if phase is not Phase.explain],
+)
 settings.load_profile("patient")
 
 

@@ -132,6 +132,20 @@ def test_a_worker_is_told_how_often_what_it_fetches_was_lost_and_the_count_ends_
     assert not store.client.exists(LOSSES)
 
 
+def test_the_count_of_what_a_plain_worker_was_done_with_is_forgotten_with_the_next_loss(store: Store) -> None:
+    producer, alive, plain = store.ours(), store.ours(), store.plain()
+    for name in ("a", "b"):
+        sent, dead = producer.enqueue(message(name)), store.ours()
+        dead.begin(take(consumer_of(dead)))
+        silence(store, dead, for_ms=16_000)
+        assert alive.recover(QUEUE) == 1
+        if name == "a":
+            plain.do_fetch(QUEUE, 1)
+            plain.do_ack(QUEUE, identifier(sent))
+            assert store.client.hkeys(LOSSES) == [identifier(sent).encode()]
+    assert store.client.hgetall(LOSSES) == {identifier(sent).encode(): b"1"}
+
+
 def test_what_was_lost_before_is_not_lost_again_until_its_worker_has_begun_it(store: Store) -> None:
     producer, alive = store.ours(), store.ours()
     sent = producer.enqueue(message("a"))

@@ -138,7 +138,7 @@ def test_what_outlasts_the_drain_budget_goes_back_to_its_queue_as_if_there_had_b
             page = deployment.send("probe.text", f"{site.url}/slow?ms=8000", seed=5)  # neither has retries
             plain = deployment.send("hold", str(state_dir / "go"), queue="held")
             loads(site, 2)
-            wait_until(lambda: stands(deployment, "held")["running"] == 1, "the plain one runs")
+            wait_until(lambda: deployment.rows(plain), "the plain one runs")
             with leaving_nothing(worker):
                 tell(worker)
                 stops(worker, STOPPED, within_s=6)
@@ -271,7 +271,7 @@ def test_a_second_sigterm_ends_a_thread_that_sees_no_interrupt_in_time_and_loses
     with deployment.worker("-p", "1", "-t", "1", "-Q", "noted") as worker:
         worker.ready()
         message = deployment.send("note", str(deployment.directory / "notes"), 0, queue="noted", ms=60_000)
-        wait_until(lambda: stands(deployment, "noted")["running"] == 1, "it runs")
+        wait_until(lambda: deployment.rows(message), "it runs")
         with leaving_nothing(worker):
             tell(worker)
             worker.wait_for_log("Stopping worker process")
@@ -280,11 +280,24 @@ def test_a_second_sigterm_ends_a_thread_that_sees_no_interrupt_in_time_and_loses
     is_unharmed(deployment, message, queue="noted", seed=None)
 
 
+def test_a_reload_that_a_stop_overtakes_is_one_stop_in_order(deployment: Deployment) -> None:
+    """Dramatiq's main process sends SIGHUP to its workers to reload them, and SIGTERM when it is told to stop then."""
+    with deployment.worker("-p", "1", "-t", "1", "-Q", "noted") as worker:
+        (pid,) = worker.ready().workers
+        message = deployment.send("note", str(deployment.directory / "notes"), 0, queue="noted", ms=2_000)
+        wait_until(lambda: deployment.rows(message), "it runs")
+        os.kill(pid, signal.SIGHUP)
+        worker.wait_for_log("Stopping worker process")
+        assert worker.stop() == STOPPED
+    assert "told to stop again" not in worker.log
+    assert [row.outcome for row in deployment.rows(message)] == ["succeeded"]
+
+
 def test_a_third_sigterm_ends_at_once(deployment: Deployment) -> None:
     with deployment.worker("-p", "1", "-t", "1", "-Q", "noted") as worker:
         worker.ready()
         message = deployment.send("note", str(deployment.directory / "notes"), 0, queue="noted", ms=60_000)
-        wait_until(lambda: stands(deployment, "noted")["running"] == 1, "it runs")
+        wait_until(lambda: deployment.rows(message), "it runs")
         with leaving_nothing(worker):
             tell(worker)
             worker.wait_for_log("Stopping worker process")
