@@ -12,7 +12,7 @@ TEST_ENVIRONMENT := env $(foreach name,$(filter ASYNCWORKER_%,$(shell env | cut 
 
 # Most tests wait: for a browser, for a worker, for a deadline. So more run at once than a small machine has cores;
 # one after the other, and under a debugger: make test ARGS="-n 0".
-AT_ONCE ?= 3
+AT_ONCE ?= 4
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

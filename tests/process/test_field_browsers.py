@@ -62,7 +62,7 @@ def test_a_hundred_screenshots_in_eight_slots_are_one_launch_and_a_hundred_conte
     on a busy machine says more of the machine. benchmarks/overhead.py measures that.
     """
     deployment = deploy(slots=8)
-    with deployment.worker("-p", "1", "-t", "8") as worker:
+    with deployment.worker("-p", "1", "-t", "10") as worker:
         (pid,) = worker.ready().workers
         before = psutil.Process(pid).cpu_times()
         messages = [deployment.send("field.picture", site.product_url(1)) for _ in range(100)]
@@ -72,6 +72,7 @@ def test_a_hundred_screenshots_in_eight_slots_are_one_launch_and_a_hundred_conte
     cpu_ms = (after.user + after.system - before.user - before.system) * 1000 / 100
     print(f"{cpu_ms:.1f} ms of CPU for each message")
     assert cpu_ms < 50
+    assert "10 threads trimmed to 8 slots" in worker.log
     assert {result["generation"] for result in results} == {1}
     assert all(result["bytes"] > 1_000 for result in results)
     assert deployment.counts() == {"browsers_launched": 1, "contexts_opened": 100, "contexts_closed": 100}
@@ -95,6 +96,7 @@ def test_a_browser_killed_under_eight_messages_costs_none_of_a_hundred_that_wait
     assert [(result["seed"], result["attempt"]) for result in results[8:]] == [(100 + each, 1) for each in range(100)]
     counts = deployment.counts()
     assert (counts["browsers_launched"], counts["browsers_lost"]) == (2, 1)
+    assert counts["contexts_opened"] == counts["contexts_closed"] == 8 + 108
 
 
 def test_a_retry_after_a_time_limit_begins_when_a_close_of_five_seconds_has_ended(

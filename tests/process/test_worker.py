@@ -17,45 +17,12 @@ from tests.workers import Deployment
 pytestmark = pytest.mark.needs_browser
 
 
-def test_fifty_messages_at_once_to_a_cold_process_are_one_launch_and_fifty_contexts_all_closed(
-    deployment: Deployment, site: BehaviourSite
-) -> None:
-    messages = [deployment.send("probe.visit", site.product_url(1)) for _ in range(50)]
-    with deployment.worker("-p", "1", "-t", "8") as worker:
-        results = [deployment.result(message) for message in messages]
-        assert worker.ready().stop() == 0
-    assert {result["generation"] for result in results} == {1}
-    assert deployment.counts() == {"browsers_launched": 1, "contexts_opened": 50, "contexts_closed": 50}
-    assert "8 threads trimmed to 4 slots" in worker.log
-
-
 def test_a_cookie_set_by_one_message_is_not_seen_by_the_next(deployment: Deployment, site: BehaviourSite) -> None:
     with deployment.worker("-p", "1", "-t", "1") as worker:
         assert deployment.result(deployment.send("probe.text", f"{site.url}/cookie/set")) == "set"
         assert deployment.result(deployment.send("probe.text", f"{site.url}/cookie/get")) == ""
         assert worker.stop() == 0
     assert deployment.counts()["browsers_launched"] == 1
-
-
-def test_a_killed_browser_fails_only_the_messages_in_flight_and_is_relaunched_once(
-    deployment: Deployment, site: BehaviourSite
-) -> None:
-    stuck = [deployment.send("probe.visit", f"{site.url}/slow?ms=4000", seed=number) for number in range(4)]
-    waiting = [deployment.send("probe.visit", site.product_url(1), seed=100 + number) for number in range(12)]
-    with deployment.worker() as worker:
-        wait_until(lambda: sum(site.requests.values()) >= 4, "four pages are loading")
-        worker.kill_browser()
-        results = [deployment.result(message) for message in stuck + waiting]
-        assert worker.stop() == 0
-    for number, message in enumerate(stuck):
-        assert [row.outcome for row in deployment.rows(message)] == ["crashed", "succeeded"]
-        assert {row.seed for row in deployment.rows(message)} == {number}
-    for message in waiting:
-        assert [row.outcome for row in deployment.rows(message)] == ["succeeded"]
-    assert [result["seed"] for result in results] == [*range(4), *range(100, 112)]
-    counts = deployment.counts()
-    assert (counts["browsers_launched"], counts["browsers_lost"]) == (2, 1)
-    assert counts["contexts_opened"] == counts["contexts_closed"] == 20
 
 
 def test_a_killed_driver_is_replaced_with_its_browser_and_the_messages_are_run_again(
@@ -172,10 +139,9 @@ def test_an_actor_that_asks_for_it_is_interrupted_by_a_stop_and_run_by_the_next_
         assert worker.ready().stop() == 0
         assert time.monotonic() - began < 15
     assert [row.outcome for row in deployment.rows(message)] == ["interrupted"]
-    with deployment.worker() as second:
-        second.wait_for_log("attempt=2")
+    with deployment.worker():
         wait_until(lambda: sum(site.requests.values()) >= 2, "the page is loading again")
-        assert second.stop() == 0
+        wait_until(lambda: len(deployment.rows(message)) == 2, "it has a row")
     assert {row.seed for row in deployment.rows(message)} == {3}
 
 
