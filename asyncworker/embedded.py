@@ -8,6 +8,7 @@ and producers that use it, as a broker must.
 from __future__ import annotations
 
 import contextlib
+import enum
 import fcntl
 import importlib.util
 import os
@@ -35,7 +36,6 @@ DOWN_MARKER = "down"
 #: What a server may answer instead of PONG.
 _REFUSALS = (
     redis.exceptions.ResponseError,
-    redis.exceptions.BusyLoadingError,
     redis.exceptions.AuthenticationError,
 )
 
@@ -44,7 +44,7 @@ STOP_TIMEOUT_MS = 15_000
 
 
 def ensure(state_dir: Path) -> Path:
-    """Return the socket of a running server; start one when there is none.
+    """Return the socket of a running server; start one when there is none, and wait until it has read its files.
 
     Raises:
         ConfigurationError: When the state directory cannot be written, or no server binary is on this machine.
@@ -53,13 +53,14 @@ def ensure(state_dir: Path) -> Path:
     path = socket_path(state_dir)
     refuse_another_users(state_dir)
     refuse_a_strangers(path.parent, state_dir)
-    if answers(path):
+    if _ping(path) is _Answer.pong:
         return path
     make_state_dir(state_dir)
     with _locked(state_dir):
         if not _answers_in_time(state_dir, path):
             _refuse_after_down(state_dir, path)
             _start(state_dir, path)
+    _wait_while_it_loads(path)
     return path
 
 
@@ -97,13 +98,33 @@ def answers(path: Path, *, timeout_ms: int = 2_000) -> bool:
 
     One that is loading, busy, out of disk or asks for a password is there; whoever uses it is told.
     """
+    return _ping(path, timeout_ms=timeout_ms) is not _Answer.none
+
+
+class _Answer(enum.Enum):
+    none = enum.auto()
+    pong = enum.auto()
+    refusal = enum.auto()
+    loading = enum.auto()
+
+
+def _ping(path: Path, *, timeout_ms: int = 2_000) -> _Answer:
     with contextlib.closing(_client(path, timeout_ms)) as client:
         try:
-            return path.exists() and bool(client.ping())
+            return _Answer.pong if path.exists() and client.ping() else _Answer.none
+        except redis.exceptions.BusyLoadingError:
+            return _Answer.loading
         except _REFUSALS:
-            return True
+            return _Answer.refusal
         except (redis.RedisError, OSError):
-            return False
+            return _Answer.none
+
+
+def _wait_while_it_loads(path: Path) -> None:
+    """Whoever comes next shall not be refused. One with very much to read is not waited for to its end."""
+    deadline = time.monotonic() + START_TIMEOUT_MS / 1000
+    while _ping(path) is _Answer.loading and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _client(path: Path, timeout_ms: int) -> redis.Redis:

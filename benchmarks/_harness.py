@@ -15,6 +15,7 @@ import platform
 import signal
 import statistics
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -174,6 +175,7 @@ def main(
 
 
 def _failed(error: Exception, *, as_json: bool) -> int:
+    traceback.print_exception(error)
     text = f"{type(error).__name__}: {error}"
     if as_json:
         print(json.dumps({"ok": False, "error": text}))
