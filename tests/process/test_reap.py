@@ -22,6 +22,7 @@ from asyncworker.cli import app
 from asyncworker.processes import Token, lives, new_token
 from asyncworker.settings import as_environment, child_environment
 from tests import namespaces
+from tests.hung import suspend
 from tests.site import BehaviourSite
 from tests.waiting import wait_until
 from tests.workers import HOME, Deployment
@@ -151,9 +152,7 @@ def test_after_messages_that_never_answer_a_killed_workers_tree_is_reaped_whole(
             assert all("TimeLimitExceeded" in deployment.failure(message) for message in messages)
             (command,) = psutil.Process(worker.command.pid).children()
             (process,) = command.children()
-            tree = process.children(recursive=True)
-            for member in tree:  # else the driver sees that its worker is gone, and closes its browser
-                member.suspend()
+            tree = _stopped_below(process)  # else the driver sees that its worker is gone, and closes its browser
             killed_at = time.monotonic()
             process.kill()
             wait_until(lambda: not command.is_running(), "dramatiq has ended")
@@ -167,6 +166,14 @@ def test_after_messages_that_never_answer_a_killed_workers_tree_is_reaped_whole(
             assert done["removed"] >= 1
             assert not [member for member in left if lives(member.pid)]
             assert time.monotonic() - killed_at < 5 + 5, "5 s, and two starts of Python on a busy machine"
+
+
+def _stopped_below(process: psutil.Process) -> list[psutil.Process]:
+    """All that is below a process, stopped; what was being started meanwhile, too."""
+    stopped: list[psutil.Process] = []
+    while new := [each for each in process.children(recursive=True) if each not in stopped]:
+        stopped += suspend(new)
+    return stopped
 
 
 def _reap_within(deployment: Deployment, entering: list[str], *words: str) -> dict[str, Any]:
