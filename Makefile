@@ -18,7 +18,7 @@ AT_ONCE ?= 3
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test check browser rabbitmq bench clean
+.PHONY: help demo test long check browser rabbitmq bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,8 +26,11 @@ help: ## this list
 demo: $(INSTALLED) ## 40 pages scraped by a real worker; options in ARGS="--json"
 	@$(BIN)/asyncworker demo $(ARGS)
 
-test: $(INSTALLED) browser rabbitmq check ## a browser, RabbitMQ, lint, types and the whole test suite; options in ARGS="-k crash"
-	$(TEST_ENVIRONMENT) $(BIN)/pytest -n $(AT_ONCE) --dist worksteal $(ARGS)
+test: $(INSTALLED) browser rabbitmq check ## a browser, RabbitMQ, lint, types and all tests but the longest; options in ARGS="-k crash"
+	$(TEST_ENVIRONMENT) $(BIN)/pytest -n $(AT_ONCE) --dist worksteal -m "not long" $(ARGS)
+
+long: $(INSTALLED) browser rabbitmq ## the tests that `make test` leaves out, since they take so much time
+	$(TEST_ENVIRONMENT) $(BIN)/pytest -n $(AT_ONCE) --dist worksteal -m long $(ARGS)
 
 check: $(INSTALLED) ## format, lint and types
 	$(BIN)/ruff format --check .

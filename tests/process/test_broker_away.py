@@ -37,6 +37,7 @@ def test_a_worker_waits_for_a_broker_that_is_down_at_boot(state_dir: Path, site:
             assert worker.stop() == 0
 
 
+@pytest.mark.long
 def test_a_broker_away_while_pages_end_costs_no_message_and_doubles_none(state_dir: Path, site: BehaviourSite) -> None:
     with server_in(state_dir) as server:
         server.start()

@@ -34,6 +34,7 @@ def command(process: psutil.Process) -> list[str]:
         return []
 
 
+@pytest.mark.long
 def test_the_broker_benchmark_measures_what_is_installed_and_names_what_is_not(tmp_path: Path) -> None:
     running = start(
         tmp_path,

@@ -275,6 +275,7 @@ def test_a_call_that_sees_no_interrupt_has_its_process_replaced_and_the_next_one
     assert hasty.dead_letters("blocked") == {}
 
 
+@pytest.mark.long
 def test_each_of_many_that_end_meanwhile_has_one_outcome_and_its_producer_sees_that(deployment: Deployment) -> None:
     draw = random.Random(6)
     with deployment.worker("-p", "2", "-t", "4", "-Q", "plain", "deadly") as worker:
@@ -339,6 +340,7 @@ def test_code_that_catches_everything_and_calls_the_page_again_is_refused_and_la
 
 
 @pytest.mark.needs_browser
+@pytest.mark.long
 def test_a_browser_that_hangs_under_cancelled_messages_is_killed_and_all_slots_come_back(
     hasty: Deployment, site: BehaviourSite
 ) -> None:

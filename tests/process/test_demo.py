@@ -116,6 +116,7 @@ def test_an_engine_that_is_missing_is_a_sentence(state_dir: Path) -> None:
     assert "Traceback" not in out + err
 
 
+@pytest.mark.long
 def test_the_demo_adds_up_on_the_engine_invisible_too(bridged_standin: Standin, tmp_path: Path) -> None:
     place = {"ASYNCWORKER_LOCALE": "de-DE", "ASYNCWORKER_TIMEZONE": "Europe/Berlin"}
     (directory := tmp_path / "demo").mkdir()

@@ -194,6 +194,7 @@ def test_five_attempts_of_a_message_show_a_site_one_seed_exit_language_and_time_
     assert {row.seed for row in deployment.rows(message)} == {42}
 
 
+@pytest.mark.long
 def test_as_process_1_it_keeps_no_zombie_of_browsers_that_are_recycled(deploy: Deploy, site: BehaviourSite) -> None:
     """Reported as microsoft/playwright-python#984. 5 recycles here, and 50 there."""
     namespaces.needed()

@@ -42,6 +42,7 @@ def kill_at_random(up: Running, choice: random.Random) -> int:
     return pid
 
 
+@pytest.mark.long
 def test_retries_that_wait_while_their_workers_are_killed_at_random_each_run_once(deployment: Deployment) -> None:
     """Reported as Bogdanp/dramatiq#431 and #692. 800 retries of 200 messages here, and 5,000 there."""
     notes = deployment.directory / "notes"

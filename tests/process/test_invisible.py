@@ -149,6 +149,7 @@ def test_two_hundred_messages_of_one_seed_are_one_launch_and_two_hundred_context
     assert "8 threads trimmed to 3 slots (a browser of the engine invisible serves no more at once)" in worker.log
 
 
+@pytest.mark.long
 def test_two_hundred_messages_of_five_seeds_each_run_under_their_own_in_two_browsers_at_most(
     deploy: Deploy, standin: Standin
 ) -> None:

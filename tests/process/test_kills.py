@@ -66,6 +66,7 @@ def kill_at_random(zygote: Zygote, choice: random.Random) -> list[int]:
 
 
 @pytest.mark.timeout(300)  # for a machine that does other things, too
+@pytest.mark.long
 def test_two_hundred_random_kills_of_workers_under_load_lose_no_message(store: Store, state_dir: Path) -> None:
     producer = Producer(store.ours())
     with forking(state_dir, heartbeat_ms=HEARTBEAT_MS, threads=THREADS) as zygote:

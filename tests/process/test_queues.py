@@ -174,6 +174,7 @@ def test_an_unreadable_delayed_body_is_due_at_once_and_a_dead_letter(store: Stor
     assert take(consumer).message_id == good.message_id
 
 
+@pytest.mark.long
 def test_delayed_messages_take_no_memory_of_a_worker_and_are_each_served_once(store: Store) -> None:
     producer = store.ours()
     sent = {producer.enqueue(message(number), delay=4_000 + number % 7).message_id for number in range(150)}

@@ -78,6 +78,7 @@ def recycles(worker: Running) -> list[str]:
     return re.findall(r"browser \d+ is recycled \(([^)]*)\)", worker.log)
 
 
+@pytest.mark.long
 def test_two_hundred_messages_to_heavy_pages_notice_no_recycle_and_memory_stays_within_bounds(
     deployment: Deployment, site: BehaviourSite, own_lock: dict[str, str]
 ) -> None:
@@ -101,6 +102,7 @@ def test_two_hundred_messages_to_heavy_pages_notice_no_recycle_and_memory_stays_
     print(f"at most {sampler.most_mb:.0f} MB in {counts}")
 
 
+@pytest.mark.long
 def test_of_two_worker_processes_one_at_a_time_replaces_its_browser_and_both_get_their_turn(
     deployment: Deployment, site: BehaviourSite, own_lock: dict[str, str]
 ) -> None:
@@ -116,6 +118,7 @@ def test_of_two_worker_processes_one_at_a_time_replaces_its_browser_and_both_get
     assert sampler.replacing[2] == 0
 
 
+@pytest.mark.long
 def test_an_attempt_that_outlasts_the_limit_is_run_again_and_used_up_no_retry(
     state_dir: Path, site: BehaviourSite, own_lock: dict[str, str]
 ) -> None:

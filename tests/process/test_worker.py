@@ -98,6 +98,7 @@ def test_a_close_of_five_seconds_completes_during_a_shutdown(deployment: Deploym
     assert site.product(1).title in deployment.result(message)
 
 
+@pytest.mark.long
 def test_a_close_that_does_not_end_costs_its_browser_and_not_the_result(
     deployment: Deployment, site: BehaviourSite
 ) -> None:
