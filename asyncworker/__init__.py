@@ -33,7 +33,9 @@ A map, top to bottom; each file may import what stands above it in its group or 
     speaking, rabbitmq_consumer, rabbitmq       RabbitMQ as the broker
     broker                                      which of them, and the order of its middleware
     cancelling                                  how a message is cancelled
-    actor, last_words, deployment, actors       @actor; the entry of `dramatiq asyncworker.actors`
+    actor, last_words                           @actor; what a worker says that cannot begin
+    celery/                                     Celery apps on these workers; without Celery it is not imported
+    deployment, actors                          the entry of `dramatiq asyncworker.actors`
     kept_worker, supervisor                     workers that are replaced when they die
     commands, installing, sending               what the command `asyncworker` does,
     broker_checks, doctor                       how it looks at what is there,
