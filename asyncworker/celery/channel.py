@@ -12,6 +12,7 @@ import redis
 from kombu.transport import redis as kombu_redis
 
 from asyncworker.celery import names
+from asyncworker.celery.delivery import current_delivery
 from asyncworker.celery.envelope import enveloped
 from asyncworker.celery.stores import broker_of, store_of
 from asyncworker.errors import AsyncworkerError, BrokerUnavailable
@@ -34,6 +35,9 @@ class Channel(kombu_redis.Channel):
             return
         broker = broker_of(self._url)
         one, delay = enveloped(message, queue)
+        at = current_delivery.get()
+        if at is not None and at.broker is broker and at.hold(one, delay):
+            return
         try:
             with sending_for(broker, self._try_ms):
                 broker.enqueue(one, delay=delay)

@@ -6,8 +6,8 @@ worker held has to come back, for Celery to be told that it was lost. It ends wh
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import redis
@@ -18,7 +18,7 @@ from kombu.transport.virtual import Message as VirtualMessage
 from asyncworker.accounting import LOSSES_OPTION
 from asyncworker.celery.envelope import STATE_OPTION, opened
 from asyncworker.patience import patiently
-from asyncworker.settling import RETRYING
+from asyncworker.settling import RETRYING, SETTLED
 
 _CODECS = {"base64": Base64()}
 
@@ -41,6 +41,9 @@ class Delivery:
         self.is_settled = False
         #: When Celery wants it to run, in UNIX s, and how it does.
         self.due: tuple[float, Callable[[], Any]] | None = None
+        #: What it has sent under its own id, with the delay in ms.
+        self.held: list[tuple[Message[Any], int | None]] = []
+        self.is_over = False
 
     @property
     def payload(self) -> dict[str, Any]:
@@ -96,6 +99,35 @@ class Delivery:
         finally:
             setattr(self.proxy, RETRYING, False)
 
+    def hold(self, message: Message[Any], delay_ms: int | None) -> bool:
+        """Keep what a task sends under its own id, a retry or what replaces it, until it has ended; True when it is.
+
+        Celery sends a retry before it stores that there is one: with two workers, the state of the retry's end may be
+        overwritten then. What is sent with the end is sent, and this run acknowledged, in one step of the store.
+        """
+        if message.message_id != self.proxy.message_id or self.is_over:
+            return False
+        self.held.append((message, delay_ms))
+        return True
+
+    def end(self) -> None:
+        """Send what was kept."""
+        self.is_over = True
+        for place, (message, delay_ms) in enumerate(self.held):
+            if place == 0 and message.queue_name == self.proxy.queue_name:
+                self._follow(message, delay_ms)
+            else:
+                self.broker.enqueue(message, delay=delay_ms)
+        self.held.clear()
+
+    def _follow(self, message: Message[Any], delay_ms: int | None) -> None:
+        held = self.proxy.options.get("redis_message_id")
+        following: Any = MessageProxy(message.copy(options={"redis_message_id": held}))
+        setattr(following, RETRYING, True)
+        self.broker.enqueue(following, delay=delay_ms)
+        if (settled := getattr(following, SETTLED, None)) is not None:
+            setattr(self.proxy, SETTLED, settled)
+
     def note_end(self) -> None:
         """Have the message in the store say that Celery knows of its end: its process is about to be replaced."""
         self.state["ended"] = True
@@ -118,9 +150,5 @@ def _as_message(proxy: MessageProxy) -> Message[Any]:
     return proxy._message
 
 
-class _Current(threading.local):
-    delivery: Delivery | None = None
-
-
-#: What this thread is at.
-current = _Current()
+#: What this worker thread, and what it has started on the loop, is at.
+current_delivery: ContextVar[Delivery | None] = ContextVar("asyncworker_celery_delivery", default=None)

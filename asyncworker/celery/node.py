@@ -27,7 +27,7 @@ from kombu.common import QoS
 from kombu.serialization import prepare_accept_content
 from kombu.utils.imports import symbol_by_name
 
-from asyncworker.celery.delivery import Delivery, current
+from asyncworker.celery.delivery import Delivery, current_delivery
 from asyncworker.celery.pool import Pool, lost
 
 logger = logging.getLogger("asyncworker.celery")
@@ -58,7 +58,7 @@ class Timer(CeleryTimer):
     def call_at(
         self, eta: float, fun: Callable[..., Any], args: Any = (), kwargs: Any = None, priority: int = 0
     ) -> Any:
-        delivery = current.delivery
+        delivery = current_delivery.get()
         if delivery is None:
             return super().call_at(eta, fun, args, kwargs, priority)
         delivery.due = (eta, lambda: fun(*args, **(kwargs or {})))
@@ -81,15 +81,17 @@ class Consumer(consuming.Consumer):
         self.qos = QoS(lambda prefetch_count: None, 0)
         self.task_consumer = None
         self._accept = prepare_accept_content(self.app.conf.accept_content)
+        self.is_ending = False
         self._handler: Callable[[Any], Any] | None = None
 
     def listen(self) -> None:
-        while self.blueprint.state == bootsteps.RUN:
+        while not self.is_ending:
             self.perform_pending_operations()
             try:
                 self.connection.drain_events(timeout=LISTEN_S)
             except TimeoutError:
                 continue
+        self.stop()
 
     def handle(self, message: Any) -> None:
         """Do with a message what Celery's worker does."""

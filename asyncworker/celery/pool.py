@@ -18,7 +18,7 @@ from kombu.serialization import prepare_accept_content
 
 from asyncworker.cancellations import Cancelled
 from asyncworker.celery.bodies import Body, HardLimit, Terminated, current_body
-from asyncworker.celery.delivery import current
+from asyncworker.celery.delivery import current_delivery
 from asyncworker.celery.limits import Limited, Limits
 
 
@@ -54,7 +54,7 @@ class Pool(BasePool):
     ) -> None:
         soft_s = soft_timeout or self.options.get("soft_timeout")
         hard_s = timeout or self.options.get("timeout")
-        delivery, request = current.delivery, accept_callback.__self__  # type: ignore[attr-defined]
+        delivery, request = current_delivery.get(), accept_callback.__self__  # type: ignore[attr-defined]
 
         def stuck() -> None:
             timeout_callback(soft=False, timeout=hard_s)

@@ -7,7 +7,6 @@ are sent in the main thread. No handler has a time limit.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import multiprocessing
 import os
@@ -82,12 +81,10 @@ class Process:
     def ended(self) -> None:
         """In the main thread, when the worker has ended."""
         for node in self._nodes:
-            node.consumer.stop()
+            node.consumer.is_ending = True
         for listener in self._listeners:
             listener.join(END_S)
         for node in self._nodes:
-            with contextlib.suppress(Exception):  # what cannot be told any more
-                node.consumer.shutdown()
             node._send_worker_shutdown()
 
 
@@ -96,6 +93,8 @@ def _listen(node: Node) -> None:
     node.app.set_current()
     try:
         node.consumer.start()
+        node.consumer.shutdown()
+        node.timer.stop()
     except SystemExit:  # the command `shutdown`
         parent = multiprocessing.parent_process()
         pid = os.getpid() if parent is None else parent.pid

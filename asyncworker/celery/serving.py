@@ -17,7 +17,7 @@ from dramatiq.middleware import CurrentMessage, Shutdown
 
 from asyncworker.celery import names
 from asyncworker.celery.bodies import adopt, adopt_current_task, is_async
-from asyncworker.celery.delivery import Delivery, current
+from asyncworker.celery.delivery import Delivery, current_delivery
 from asyncworker.celery.envelope import ACTOR, actor_of, delay_ms, facts_of
 from asyncworker.celery.limits import Limits
 from asyncworker.celery.node import Node
@@ -183,19 +183,20 @@ class Serving(Middleware):
         message = delivery.message()
         facts = facts_of(delivery.payload)
         node = self._node_of(facts.get("task"))
-        current.delivery = delivery
+        token = current_delivery.set(delivery)
         node.app.set_current()
         try:
             if delivery.losses > 0 and facts.get("task") in node.app.tasks:
                 node.consumer.lose(delivery, message, most=self._settings.max_losses)
                 if not delivery.requeue:
+                    delivery.end()
                     return
                 message = delivery.message()
                 delivery.requeue = False
             if not self._waits(node, delivery, facts):
                 self._hand_over(node, delivery, message)
         finally:
-            current.delivery = None
+            current_delivery.reset(token)
             forget(message)
 
     def _hand_over(self, node: Node, delivery: Delivery, message: Any) -> None:
@@ -206,6 +207,8 @@ class Serving(Middleware):
             begin()
         if delivery.requeue:
             delivery.again(redelivered=True)
+        else:
+            delivery.end()
 
     def _waits(self, node: Node, delivery: Delivery, facts: Any) -> bool:
         """Send what is too early back to the broker; True when it was."""
