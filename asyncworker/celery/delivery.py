@@ -74,7 +74,8 @@ class Delivery:
         payload = opened(self.proxy.options)
         properties = payload["properties"]
         properties.setdefault("delivery_tag", self.proxy.message_id)
-        properties.setdefault("delivery_info", {})["redelivered"] = bool(self.state.get("redelivered"))
+        if self.state.get("redelivered"):
+            properties.setdefault("delivery_info", {})["redelivered"] = True
         return VirtualMessage(payload, channel=self)
 
     # --- what kombu calls

@@ -42,7 +42,7 @@ class Side:
 
     @contextlib.contextmanager
     def client(self, *scenarios: str) -> Iterator[None]:
-        """A client that has sent these, or all that both workers can do."""
+        """A client that has sent these."""
         with subprocess.Popen(
             [sys.executable, "facts_client.py", *scenarios],
             cwd=HOME,

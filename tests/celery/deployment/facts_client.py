@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -136,5 +135,4 @@ def main(chosen: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    began = time.monotonic()
-    main(sys.argv[1:] or list(SCENARIOS))
+    main(sys.argv[1:])

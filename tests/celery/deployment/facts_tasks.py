@@ -248,15 +248,17 @@ def bad_on_success(self):
 bad_on_success.on_success = _broken
 
 
+REQUEST = """
+task args kwargs retries eta expires timelimit reply_to delivery_info headers properties argsrepr kwargsrepr lang shadow
+ignore_result is_eager called_directly replaced_task_nesting stamps stamped_headers group group_index callbacks errbacks
+chain chord parent_id hostname origin correlation_id
+"""
+
+
 @task(bind=True)
 def dump_request(self, *args, **kwargs):
     request = self.request
-    names = (
-        "task args kwargs retries eta expires timelimit reply_to delivery_info headers properties argsrepr kwargsrepr "
-        "lang shadow ignore_result is_eager called_directly replaced_task_nesting stamps stamped_headers group "
-        "group_index callbacks errbacks chain chord parent_id hostname origin correlation_id"
-    ).split()
-    return {name: [type(getattr(request, name)).__name__, repr(getattr(request, name))] for name in names}
+    return {name: [type(getattr(request, name)).__name__, repr(getattr(request, name))] for name in REQUEST.split()}
 
 
 @task(bind=True)
@@ -383,6 +385,8 @@ def _ids(kwargs):
     headers = kwargs.get("headers")
     if isinstance(headers, dict) and headers.get("id"):
         return headers["id"], headers.get("root_id")
+    if isinstance(request, dict):
+        return request["id"], request.get("root_id")
     if request is not None:
         return request.id, request.root_id
     of_sender = getattr(sender, "request", None)
