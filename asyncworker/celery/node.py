@@ -27,6 +27,7 @@ from kombu.common import QoS
 from kombu.serialization import prepare_accept_content
 from kombu.utils.imports import symbol_by_name
 
+from asyncworker.celery.control import Revoked, as_set, handlers
 from asyncworker.celery.delivery import Delivery, current_delivery
 from asyncworker.celery.pool import Pool, lost
 
@@ -40,6 +41,11 @@ class ControlStep(Control):
     """Remote control, without Celery's own consumption of tasks, which it waits for elsewhere."""
 
     requires = (Events,)
+
+    def __init__(self, c: Any, **kwargs: Any) -> None:
+        super().__init__(c, **kwargs)
+        self.box.node.handlers = handlers(c)
+        self.box.node.state.tset = as_set
 
 
 class Listen(bootsteps.StartStopStep):
@@ -82,11 +88,14 @@ class Consumer(consuming.Consumer):
         self.task_consumer = None
         self._accept = prepare_accept_content(self.app.conf.accept_content)
         self.is_ending = False
+        self.queues: list[str] = []
+        self.revoked = Revoked(self.app.conf.broker_write_url or self.app.conf.broker_url)
         self._handler: Callable[[Any], Any] | None = None
 
     def listen(self) -> None:
         while not self.is_ending:
             self.perform_pending_operations()
+            self.revoked.look()
             try:
                 self.connection.drain_events(timeout=LISTEN_S)
             except TimeoutError:
@@ -173,7 +182,8 @@ class Consumer(consuming.Consumer):
 class Node(Worker):
     """Celery's worker of one app in this process, with its name, pool and consumer."""
 
-    def __init__(self, app: Any, *, threads: int, place: int) -> None:
+    def __init__(self, app: Any, *, broker: Any, worker: Any, place: int) -> None:
+        self.broker, self.worker = broker, worker
         # A name of its own for each process, by which remote control and events tell them apart.
         name = f"celery-{os.getpid()}" + (f"-{place}" if place else "")
         app.conf.worker_hijack_root_logger = False  # Dramatiq's handlers stay
@@ -183,7 +193,7 @@ class Node(Worker):
             pool_cls=Pool,
             consumer_cls=Consumer,
             timer_cls=Timer,
-            concurrency=threads,
+            concurrency=worker.worker_threads,
             quiet=True,
             use_eventloop=False,
             redirect_stdouts=False,

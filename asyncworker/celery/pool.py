@@ -85,7 +85,7 @@ class Pool(BasePool):
         except Cancelled:
             request._announce_revoked("terminated", True, None, False)
             raise
-        except Exception:  # a hook's: the tracer could not deal with it
+        except Exception:  # noqa: BLE001 -- a hook's, which the tracer could not deal with: Celery is told
             error_callback(ExceptionInfo(sys.exc_info()))
         except (SystemExit, KeyboardInterrupt) as end:  # the body's own: a process of Celery's would end with it
             error_callback(lost(f"exitcode {_code(end)}"))

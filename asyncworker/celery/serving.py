@@ -12,14 +12,16 @@ import dramatiq
 from celery import Celery
 from celery.app.utils import find_app
 from celery.worker import state as celery_state
-from dramatiq import Broker, Worker
+from dramatiq import Broker, MessageProxy, Worker
 from dramatiq.middleware import CurrentMessage, Shutdown
 
+from asyncworker.cancellations import is_cancelled
 from asyncworker.celery import names
 from asyncworker.celery.bodies import adopt, adopt_current_task, is_async
 from asyncworker.celery.delivery import Delivery, current_delivery
-from asyncworker.celery.envelope import ACTOR, actor_of, delay_ms, facts_of
+from asyncworker.celery.envelope import OPTION, actor_of, delay_ms, facts_of
 from asyncworker.celery.limits import Limits
+from asyncworker.celery.native import NativeSignals
 from asyncworker.celery.node import Node
 from asyncworker.celery.process import Process
 from asyncworker.celery.rates import Rates
@@ -52,7 +54,9 @@ def serve(settings: Settings, broker: Broker, modules: Iterable[str]) -> list[An
     """
     apps = [_find(name) for name in settings.celery_app] if settings.celery_app else _apps_in(modules)
     if apps:
-        broker.add_middleware(Serving(settings, apps))
+        native = NativeSignals(apps[0])
+        broker.add_middleware(native, before=type(broker.middleware[0]))
+        broker.add_middleware(Serving(settings, apps, native))
     return apps
 
 
@@ -90,9 +94,10 @@ def _apps_in(modules: Iterable[str]) -> list[Any]:
 class Serving(Middleware):
     """Hands the messages of Celery apps to Celery."""
 
-    def __init__(self, settings: Settings, apps: list[Any]) -> None:
+    def __init__(self, settings: Settings, apps: list[Any], native: NativeSignals) -> None:
         self._settings = settings
         self._apps = apps
+        self._native = native
         self._nodes: list[Node] = []
         self._rates = Rates()
         self._broker: Any = None
@@ -116,8 +121,11 @@ class Serving(Middleware):
         self._set_threads(worker)
         self._limits = Limits(broker, cleanup_s=self._settings.cleanup_timeout_ms / 1000)
         adopt_current_task()
-        self._nodes = [Node(app, threads=worker.worker_threads, place=place) for place, app in enumerate(self._apps)]
+        self._nodes = [Node(app, broker=broker, worker=worker, place=place) for place, app in enumerate(self._apps)]
+        self._native.hostname = self._nodes[0].hostname
         for node in self._nodes:
+            node.consumer.queues = queues_of(node.app)
+            node.consumer.revoked.look()
             node.pool.limits = self._limits
             for task in node.app.tasks.values():
                 adopt(task)
@@ -174,6 +182,17 @@ class Serving(Middleware):
             self._limits.stop()
 
     # --- messages
+
+    def before_process_message(self, broker: Broker, message: MessageProxy) -> None:
+        if OPTION not in message.options:
+            self._native.begins(message)
+
+    def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:
+        """A Celery message that was cancelled here (`asyncworker cancel`) is a revoked task."""
+        if OPTION in message.options and is_cancelled(broker, message):
+            delivery = Delivery(broker, message)
+            node = self._node_of(facts_of(delivery.payload).get("task"))
+            node.consumer.request(delivery.message())._announce_revoked("revoked", False, None, False)
 
     def run(self, task: str) -> None:
         """The actor of all Celery messages. What their task comes to is Celery's to say, and no failure here."""
@@ -267,6 +286,3 @@ def _why(plain: list[str], chosen: int | None) -> str:
         f"{len(plain)} Celery tasks are plain functions, {plain[0]} among them, and what they share is made in one "
         "thread (ASYNCWORKER_CELERY_THREADS says otherwise)"
     )
-
-
-__all__ = ["ACTOR", "Serving", "serve"]
