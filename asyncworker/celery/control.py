@@ -76,6 +76,7 @@ def handlers(consumer: Any) -> dict[str, Callable[..., Any]]:
     """Celery's commands by name, for the consumer of a worker process."""
     own: dict[str, Callable[..., Any]] = {
         "revoke": lambda state, task_id, **how: _revoke(consumer, state, task_id, **how),
+        "time_limit": lambda state, **how: _change_limits(consumer, state, **how),
         "reserved": lambda state, **_: [_info(consumer, proxy) for proxy in reserved(consumer)],
         "scheduled": lambda state, **_: scheduled(consumer),
         "active_queues": lambda state, **_: [{"name": name} for name in consumer.queues],
@@ -95,6 +96,12 @@ def _refused(name: str, instead: str) -> Callable[..., Any]:
 def _revoke(consumer: Any, state: Any, task_id: Any, **how: Any) -> Any:
     consumer.revoked.note([str(each) for each in maybe_list(task_id) or []])
     return celerys.revoke(state, task_id, **how)
+
+
+def _change_limits(consumer: Any, state: Any, **how: Any) -> Any:
+    answer = celerys.time_limit(state, **how)
+    consumer.update_strategies()  # which hold the limits of their tasks
+    return answer
 
 
 def reserved(consumer: Any) -> list[MessageProxy]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +92,8 @@ class Consumer(consuming.Consumer):
         self.queues: list[str] = []
         self.revoked = Revoked(self.app.conf.broker_write_url or self.app.conf.broker_url)
         self._handler: Callable[[Any], Any] | None = None
+        self._dispatcher: Any = None
+        self._changing = threading.Lock()
 
     def listen(self) -> None:
         while not self.is_ending:
@@ -108,10 +111,17 @@ class Consumer(consuming.Consumer):
         if message.errors:
             message._reraise_error(self.on_decode_error)
             return
-        if self._handler is None:
-            self.update_strategies()
-            self._handler = self.create_task_handler()
-        self._handler(message)
+        self._handle(message)
+
+    def _handle(self, message: Any) -> None:
+        """The strategies of tasks hold what sends events, which is another one with each connection."""
+        with self._changing:
+            if self._handler is None or self._dispatcher is not self.event_dispatcher:
+                self._dispatcher = self.event_dispatcher
+                self.update_strategies()
+                self._handler = self.create_task_handler()
+            handler = self._handler
+        handler(message)
 
     def on_decode_error(self, message: Any, exc: BaseException) -> None:
         super().on_decode_error(message, exc)

@@ -14,7 +14,8 @@ class Transport(kombu_redis.Transport):
 
     Channel = Channel
     can_parse_url = True
-    driver_type = "asyncworker"
+    #: Celery sends events by fanout where it says so.
+    driver_type = "redis"
     driver_name = "asyncworker"
 
     @property

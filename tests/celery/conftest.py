@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from celery import Celery
 
+from asyncworker import embedded
 from tests.workers import Deployment
 
 
@@ -16,3 +18,14 @@ def deployment(module_state_dir: Path) -> Iterator[Deployment]:
     yield deployment
     deployment.broker.close()
     deployment.broker.client.close()
+
+
+@pytest.fixture(scope="module")
+def app(deployment: Deployment) -> Iterator[Celery]:
+    """A producer that imports no task, and names the store by a URL."""
+    url = f"asyncworker+unix://{embedded.ensure(deployment.settings.state_dir)}"
+    app = Celery("facts", broker=url, backend=url, set_as_current=False)
+    app.conf.task_default_queue = "facts"
+    yield app
+    app.backend.result_consumer.stop()
+    app.close()

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from celery import Celery
+from celery.result import AsyncResult
+
 from asyncworker import embedded
 from asyncworker.settings import as_environment, child_environment
 from tests.waiting import wait_until
@@ -128,3 +131,24 @@ def up(side: Side) -> None:
     if isinstance(side.worker, Running):
         side.worker.ready()
     side.wait_for("worker_ready")
+
+
+def send(app: Celery, task: str, *args: Any, **options: Any) -> AsyncResult:
+    return app.send_task(f"facts.{task}", args, **options)
+
+
+def result(sent: AsyncResult) -> Any:
+    return sent.get(timeout=20, propagate=False)
+
+
+def of(side: Side, sent: AsyncResult) -> list[dict[str, Any]]:
+    return [each for each in side.records() if each["id"] == sent.id]
+
+
+def names(side: Side, sent: AsyncResult) -> list[str]:
+    return [f"{each['what']}({each['of']})" if "of" in each else each["what"] for each in of(side, sent)]
+
+
+def begun(side: Side, sent: AsyncResult) -> AsyncResult:
+    wait_until(lambda: "BODY" in names(side, sent), f"{sent.id} runs")
+    return sent
