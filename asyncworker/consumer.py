@@ -71,6 +71,8 @@ class WorkerConsumer(_RedisConsumer):
         #: What the store takes for fetched ahead, and of that what has been handed out since.
         self._ahead: set[str] = set()
         self._begun: list[str] = []
+        #: True where no message has begun before its worker has said so (`begin`), whatever was handed out.
+        self._says_begin: bool = self.queue_name in self.broker.queues_that_say_begin
         #: How often a message was lost: begun by a worker that died then. By id, for what was fetched.
         self._losses: dict[str, int] = {}
         #: The fences of what was fetched, by id.
@@ -148,7 +150,8 @@ class WorkerConsumer(_RedisConsumer):
                 self._prefetch.hand_out(identifier)
                 if identifier in self._ahead:
                     self._ahead.discard(identifier)
-                    self._begun.append(identifier)
+                    if not self._says_begin:
+                        self._begun.append(identifier)
                 emit_receive(self.broker, message)
                 return message
 
@@ -165,7 +168,7 @@ class WorkerConsumer(_RedisConsumer):
             time.sleep(LET_BEGIN_S)
         # Others only ever take away from `held`, and only after the store has: so it is never less than there.
         held, begun = len(self._held), tuple(self._begun)
-        free = min(room, max(0, self._prefetch.threads - self._prefetch.out))
+        free = 0 if self._says_begin else min(room, max(0, self._prefetch.threads - self._prefetch.out))
         next_due_ms, astray, losses, fence, *rest = self._as_connection_error(
             lambda: self.broker.fetch(
                 self._own_client(), self.queue_name, room, held=held, free=free, begun=begun, wait_s=wait_s

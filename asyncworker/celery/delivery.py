@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import cached_property
 from typing import Any
 
 import redis
@@ -45,7 +46,7 @@ class Delivery:
         self.held: list[tuple[Message[Any], int | None]] = []
         self.is_over = False
 
-    @property
+    @cached_property
     def payload(self) -> dict[str, Any]:
         """The Celery message as it was sent."""
         return opened(self.proxy.options)
@@ -71,12 +72,11 @@ class Delivery:
 
     def message(self) -> Any:
         """The message as kombu would deliver it; undecodable bodies are in its `errors`."""
-        payload = opened(self.proxy.options)
-        properties = payload["properties"]
+        properties = self.payload["properties"]
         properties.setdefault("delivery_tag", self.proxy.message_id)
         if self.state.get("redelivered"):
             properties.setdefault("delivery_info", {})["redelivered"] = True
-        return VirtualMessage(payload, channel=self)
+        return VirtualMessage(self.payload, channel=self)
 
     # --- what kombu calls
 

@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+import celery
 import dramatiq
-from celery import Celery
+from celery import Celery, signals
 from celery.app.utils import find_app
 from celery.worker import state as celery_state
 from dramatiq import Broker, MessageProxy, Worker
@@ -32,6 +33,9 @@ from asyncworker.middleware import BootFailed, Middleware
 from asyncworker.settings import Settings
 
 logger = logging.getLogger("asyncworker.celery")
+
+#: The newest Celery whose tests of this package have passed.
+NEWEST_TESTED = (5, 7)
 
 #: How often a task may be lost is Celery's to say; see `Consumer.lose`.
 ANY_LOSSES = 2**31
@@ -118,6 +122,7 @@ class Serving(Middleware):
         for app in self._apps:
             app.loader.init_worker()  # imports what the app's configuration names
             app.finalize()
+        _warn(self._apps)
         self._set_threads(worker)
         self._limits = Limits(broker, cleanup_s=self._settings.cleanup_timeout_ms / 1000)
         adopt_current_task()
@@ -139,15 +144,24 @@ class Serving(Middleware):
             logger.warning(
                 "%d threads trimmed to %d: %s", worker.worker_threads, most, _why(plain, self._settings.celery_threads)
             )
+        if most > 1 and plain and signals.worker_process_init.receivers:
+            logger.warning(
+                "handlers of worker_process_init are called in one of %d threads: what they make for a thread, such as "
+                "a browser of Playwright's synchronous API, works in none of the others",
+                most,
+            )
         if most < worker.worker_threads or self._settings.celery_threads:
             worker.worker_threads = most
             worker.queue_prefetch = most
 
     def _declare(self, broker: Broker, worker: Worker) -> None:
         queues = list(dict.fromkeys(queue for app in self._apps for queue in queues_of(app)))
+        say_begin: set[str] = getattr(broker, "queues_that_say_begin", set())
         for step in names.STEPS:
             for queue in queues:
                 broker.declare_queue(names.to_dramatiq(queue, step))
+                # A task that had begun is not run again, and one that had not is: so that has to be known for certain.
+                say_begin.add(names.to_dramatiq(queue, step))
             dramatiq.Actor(
                 self.run,
                 broker=broker,
@@ -156,8 +170,9 @@ class Serving(Middleware):
                 priority=step,
                 options={"max_retries": 0, MAX_LOSSES_OPTION: ANY_LOSSES, "time_limit": float("inf")},
             )
-        if chosen := worker.consumer_whitelist:
-            chosen |= {step for name in set(chosen) if name in queues for step in names.all_steps(name)}
+        if chosen := worker.consumer_whitelist:  # dramatiq's --queues, by either name
+            named = [queue for queue in queues if {queue, names.to_dramatiq(queue)} & chosen]
+            chosen |= {step for queue in named for step in names.all_steps(queue)}
 
     def after_worker_thread_boot(self, broker: Broker, thread: Any) -> None:
         if self._process is not None:
@@ -185,6 +200,7 @@ class Serving(Middleware):
 
     def before_process_message(self, broker: Broker, message: MessageProxy) -> None:
         if OPTION not in message.options:
+            self._begin(message)
             self._native.begins(message)
 
     def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:
@@ -219,6 +235,7 @@ class Serving(Middleware):
             forget(message)
 
     def _hand_over(self, node: Node, delivery: Delivery, message: Any) -> None:
+        self._begin(delivery.proxy)
         node.consumer.handle(message)
         if delivery.due is not None:
             eta, begin = delivery.due
@@ -228,6 +245,10 @@ class Serving(Middleware):
             delivery.again(redelivered=True)
         else:
             delivery.end()
+
+    def _begin(self, message: MessageProxy) -> None:
+        if message.queue_name in getattr(self._broker, "queues_that_say_begin", ()):
+            self._broker.begin(message)
 
     def _waits(self, node: Node, delivery: Delivery, facts: Any) -> bool:
         """Send what is too early back to the broker; True when it was."""
@@ -253,6 +274,19 @@ class Serving(Middleware):
 
     def _node_of(self, task: object) -> Node:
         return next((node for node in self._nodes if task in node.app.tasks), self._nodes[0])
+
+
+def _warn(apps: list[Any]) -> None:
+    version = tuple(int(part) for part in celery.__version__.split(".")[:2] if part.isdigit())
+    if version > NEWEST_TESTED:
+        logger.warning(
+            "Celery %s is newer than what this version of asyncworker was tested with: %s",
+            celery.__version__,
+            ".".join(map(str, NEWEST_TESTED)),
+        )
+    for app in apps:
+        for step in app.steps["worker"]:
+            logger.warning("the bootstep %s of Celery's worker is not run: that worker is never started here", step)
 
 
 def own_tasks(app: Any) -> list[Any]:

@@ -14,7 +14,9 @@ from tests.workers import Deployment
 
 @pytest.fixture(scope="module")
 def deployment(module_state_dir: Path) -> Iterator[Deployment]:
-    deployment = Deployment(module_state_dir, heartbeat_timeout_ms=2_000, cleanup_timeout_ms=2_000)
+    deployment = Deployment(
+        module_state_dir, heartbeat_timeout_ms=2_000, cleanup_timeout_ms=1_500, close_timeout_ms=500
+    )
     yield deployment
     deployment.broker.close()
     deployment.broker.client.close()

@@ -44,7 +44,7 @@ def test_a_lost_worker_gives_each_task_what_its_acknowledgement_says(app: Celery
 
         stuck = send(app, "stuck")
         assert repr(result(stuck)) == "TimeLimitExceeded(0.3)"
-        running.wait_for_log(f"exit code {EXIT_REPLACED}")
+        running.wait_for_log(f"died: exit code {EXIT_REPLACED}")
         assert result(send(app, "add", 2, 3)) == 5
         assert names(side, stuck).count("BODY") == 1
         assert names(side, stuck).count("task_failure") == 1

@@ -78,7 +78,7 @@ def test_a_revoked_task_does_not_begin(app: Celery, side: Side) -> None:
     assert "BODY" not in names(side, sent)
 
 
-# --- rates and priorities
+# --- rates and limits
 
 
 def test_a_rate_limit_spaces_the_tasks_of_a_kind(app: Celery, side: Side) -> None:
@@ -105,20 +105,6 @@ def test_remote_control_changes_rates_and_limits_and_refuses_what_it_cannot_do(a
     assert ask("stats")["pool"]["implementation"] == "asyncworker.celery.pool:Pool"
     assert "asyncworker up" in ask("pool_restart")["error"]
     assert "task_queues" in ask("add_consumer", queue="x")["error"]
-
-
-def test_the_lowest_number_of_a_priority_runs_first(app: Celery, side: Side) -> None:
-    blocking = [begun(side, send(app, "sleeper", 30)) for _ in range(4)]
-    sent = [send(app, "order", number, priority=number) for number in (9, 6, 3, 0)]
-    queues = [f"dramatiq:facts{step}" for step in ("", ".p3", ".p6", ".p9")]
-    taken = wait_until(lambda: app.control.inspect(timeout=1, limit=1).reserved() or {}, "an answer")
-    assert taken
-    assert queues
-    app.control.revoke([each.id for each in blocking], terminate=True)
-    for each in sent:
-        result(each)
-    found = [each["number"] for each in side.records() if each["what"] == "ORDER"]
-    assert sorted(found) == [0, 3, 6, 9]
 
 
 # --- events

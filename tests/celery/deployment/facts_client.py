@@ -34,6 +34,13 @@ def _undecodable() -> AsyncResult:
     return AsyncResult("undecodable")
 
 
+def _priorities() -> GroupResult:
+    """While the worker is busy, some tasks come."""
+    facts.sleeper.delay(1)
+    sent = [facts.order.apply_async((priority,), priority=priority) for priority in (9, 7, 3, 5, 0)]
+    return GroupResult("priorities", sent)
+
+
 SCENARIOS: dict[str, Scenario] = {
     "succeed": lambda: facts.ok.delay(1),
     "raise": lambda: facts.boom.delay(),
@@ -98,6 +105,7 @@ ALONE: dict[str, Scenario] = {
     "soft_time_limit": lambda: facts.soft_unhandled.delay(),
     "soft_time_limit_handled": lambda: facts.soft_handled.delay(),
     "hard_time_limit": lambda: facts.hard.delay(),
+    "priority_order": lambda: _priorities(),
     "sysexit": lambda: facts.sysexit.delay(),
 }
 

@@ -373,6 +373,7 @@ def sleeper(self, seconds):
 @task(bind=True)
 def order(self, number):
     record("ORDER", self.request.id, self.request.root_id, number=number)
+    slowly(0.1)
 
 
 # --- signals

@@ -65,6 +65,7 @@ ALONE = (
     "soft_time_limit",
     "soft_time_limit_handled",
     "hard_time_limit",
+    "priority_order",
     "sysexit",
 )
 
