@@ -26,7 +26,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     redelivery, losses, retries, fitness        which messages are run again; what a worker needs
     health_sockets, health_server, health       how a worker process is, asked from outside
     prefetch, supervised                        how much it takes; what stands above it, and hears that it is ready
-    consumer                                    what takes messages off a queue
+    precedence, consumer                        which queue comes first; what takes messages off a queue
     exchange, delivery                          how a producer asks the store, and has it take messages
     result_watch, results, producing            where results lie, how a loop waits for them, and how it sends
     redis_broker                                Redis or Valkey as the broker

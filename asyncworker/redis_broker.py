@@ -23,6 +23,7 @@ from asyncworker.exchange import Exchange, ask_together
 from asyncworker.fencing import Claim, Fence
 from asyncworker.ledger import KEPT, ClosedRow, text
 from asyncworker.patience import Patience, PatientAfterAttempts, patiently
+from asyncworker.precedence import Precedence
 from asyncworker.producing import ProducerBroker, ToSend
 from asyncworker.settling import RETRYING, SETTLED, Settled, Settling
 from asyncworker.unique import unique_keys
@@ -84,6 +85,8 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         #: Which messages were cancelled; what is fetched brings the news.
         self.cancellations: Cancellations = Cancellations(records, told_by_fetch=True)
         self._look = ("GET", records.serial_key)
+        #: Which queues are served before which.
+        self.precedence = Precedence()
         #: The queues whose messages begin when `begin` is called: so it is known for certain of each whether it had.
         self.queues_that_say_begin: set[str] = set()
         #: True when this process's worker takes no more messages.

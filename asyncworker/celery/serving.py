@@ -30,6 +30,7 @@ from asyncworker.celery.stores import SCHEME, is_ours
 from asyncworker.errors import ConfigurationError
 from asyncworker.losses import MAX_LOSSES_OPTION
 from asyncworker.middleware import BootFailed, Middleware
+from asyncworker.redis_broker import WorkerBroker
 from asyncworker.settings import Settings
 
 logger = logging.getLogger("asyncworker.celery")
@@ -170,6 +171,9 @@ class Serving(Middleware):
                 priority=step,
                 options={"max_retries": 0, MAX_LOSSES_OPTION: ANY_LOSSES, "time_limit": float("inf")},
             )
+        if isinstance(broker, WorkerBroker):
+            for queue in queues:
+                broker.precedence.order(names.all_steps(queue))
         if chosen := worker.consumer_whitelist:  # dramatiq's --queues, by either name
             named = [queue for queue in queues if {queue, names.to_dramatiq(queue)} & chosen]
             chosen |= {step for queue in named for step in names.all_steps(queue)}

@@ -32,7 +32,7 @@ generation launching contexts turn recycling browser probing lending watch loop 
 state_dirs embedded vetting connecting patience settling alarm heartbeat
 unique at_most_once cancellations attempt_log backlog accounting middleware time_limit watchdog interrupts hurry
 redelivery losses retries health_sockets health_server health fitness supervised
-prefetch consumer exchange delivery result_watch results producing redis_broker
+prefetch precedence consumer exchange delivery result_watch results producing redis_broker
 speaking rabbitmq_consumer rabbitmq broker cancelling actor last_words
 asyncworker
 celery celery.names celery.envelope celery.delivery celery.stores celery.channel celery.transport celery.backend
