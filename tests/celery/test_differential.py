@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import celery
 import pytest
 
 from tests.celery.deployment.scenarios import ALONE, BOTH, ENDINGS
@@ -101,7 +102,8 @@ def test_what_cannot_be_read_is_told_in_the_same_words(both: tuple[Seen, Seen]) 
 def test_the_process_begins_and_ends_with_the_same_signals(both: tuple[Seen, Seen]) -> None:
     real, ours = ([each for each in seen.records if each["what"] in BOOT] for seen in both)
     assert [each["what"] for each in real] == list(BOOT)
-    assert json.loads(json.dumps(ours).replace('"Node"', '"Worker"')) == real
+    if celery.VERSION >= (5, 7):  # before, the sender of worker_process_init was None in the solo pool alone
+        assert json.loads(json.dumps(ours).replace('"Node"', '"Worker"')) == real
     real_end, our_end = (
         [each["what"] for each in seen.records if each["what"].startswith("worker_") and "shut" in each["what"]]
         for seen in both

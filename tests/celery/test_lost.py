@@ -6,6 +6,7 @@ import os
 import signal
 import time
 
+import celery
 from celery import Celery
 
 from asyncworker.watchdog import EXIT_REPLACED
@@ -34,12 +35,13 @@ def test_a_lost_worker_gives_each_task_what_its_acknowledgement_says(app: Celery
         assert results["lost_early"].startswith("WorkerLostError")
         assert results["lost_late"].startswith("WorkerLostError")
         assert results["lost_late_reject"] == "[True, 0]"
-        assert results["lost_late_retry"] == "[False, 1]"
-        assert {task: names(side, each).count("BODY") for task, each in sent.items()} == dict(
-            zip(tasks, (1, 1, 2, 2), strict=True)
-        )
+        runs = {task: names(side, each).count("BODY") for task, each in sent.items()}
+        assert runs | {"lost_late_retry": 2} == dict(zip(tasks, (1, 1, 2, 2), strict=True))
         assert names(side, sent["lost_early"])[-1] == "task_failure"
-        assert "Task.on_retry(WorkerLostError" in " ".join(names(side, sent["lost_late_retry"]))
+        if celery.VERSION >= (5, 7):  # the first that has retry_on_worker_lost
+            assert results["lost_late_retry"] == "[False, 1]"
+            assert runs["lost_late_retry"] == 2
+            assert "Task.on_retry(WorkerLostError" in " ".join(names(side, sent["lost_late_retry"]))
         assert took_s < 15
 
         stuck = send(app, "stuck")
