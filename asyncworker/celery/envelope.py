@@ -6,11 +6,10 @@ import base64
 import json
 import math
 from collections.abc import Mapping
-from datetime import UTC, datetime, tzinfo
+from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
-from celery import current_app
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from dramatiq import Message
 from kombu.utils.json import dumps, loads
@@ -45,7 +44,7 @@ def enveloped(payload: dict[str, Any], queue: str) -> tuple[Message[Any], int | 
         options={OPTION: json.loads(dumps(payload))},  # kombu's JSON knows dates and the like, Dramatiq's does not
         message_id=str(facts.get("id") or payload["properties"].get("correlation_id") or uuid4()),
     )
-    return message, delay_ms(facts.get("eta"), current_app.timezone)
+    return message, delay_ms(facts.get("eta"))
 
 
 def opened(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,13 +72,13 @@ def facts_of(payload: Mapping[str, Any]) -> Mapping[str, Any]:
     return read if isinstance(read, dict) else headers
 
 
-def delay_ms(eta: object, timezone: tzinfo) -> int | None:
-    """Milliseconds until an eta, one without a zone being in the app's; None: it is not in the future, or is none."""
+def delay_ms(eta: object) -> int | None:
+    """Milliseconds until an eta; None: it is not in the future, or is none. Without a zone it is UTC, as in Celery."""
     try:
         due = maybe_iso8601(eta)
         if not isinstance(due, datetime):
             return None
-        left_s = (maybe_make_aware(due, timezone) - datetime.now(UTC)).total_seconds()
+        left_s = (maybe_make_aware(due) - datetime.now(UTC)).total_seconds()
     except (ValueError, TypeError, AttributeError, OverflowError):
         return None  # what it says of it is for the task's worker to refuse
     return math.ceil(left_s * 1000) if left_s > 0 else None

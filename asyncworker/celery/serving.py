@@ -256,7 +256,7 @@ class Serving(Middleware):
 
     def _waits(self, node: Node, delivery: Delivery, facts: Any) -> bool:
         """Send what is too early back to the broker; True when it was."""
-        left_ms = delay_ms(facts.get("eta"), node.app.timezone) or 0
+        left_ms = delay_ms(facts.get("eta")) or 0
         if left_ms > LONG_MS:
             delivery.again(delay_ms=left_ms)
             return True

@@ -49,4 +49,4 @@ def test_a_lost_worker_gives_each_task_what_its_acknowledgement_says(app: Celery
         running.wait_for_log(f"died: exit code {EXIT_REPLACED}")
         assert result(send(app, "add", 2, 3)) == 5
         assert names(side, stuck).count("BODY") == 1
-        assert names(side, stuck).count("task_failure") == 1
+        assert names(side, stuck).count("task_failure") == (celery.VERSION >= (5, 7))  # before, Celery told no one
