@@ -86,6 +86,11 @@ class WorkerConsumer(_RedisConsumer):
         """How many of its messages the threads have, or are about to have."""
         return self._prefetch.out
 
+    @property
+    def has_more(self) -> bool:
+        """Whether it has fetched messages that it has not handed out."""
+        return bool(self._fetched)
+
     def wake(self) -> None:
         """Have it look again at what there is to do."""
         self._freed.set()
@@ -105,7 +110,7 @@ class WorkerConsumer(_RedisConsumer):
             self._prefetch.done(identifier)
             self._settled(message, identifier, settled)
             self._freed.set()
-            self.broker.precedence.wake(self.queue_name)
+            self.broker.precedence.freed(self.queue_name)
             return
         if gave_up:
             logger.error(
@@ -126,7 +131,7 @@ class WorkerConsumer(_RedisConsumer):
         self.broker.settling.put(Done(self.queue_name, identifier, message.message_id, rejected, taken, refused))
         if self._prefetch.done(identifier):
             self._freed.set()
-        self.broker.precedence.wake(self.queue_name)
+        self.broker.precedence.freed(self.queue_name)
 
     def requeue(self, messages: Iterable[MessageProxy]) -> None:
         self._give_back([message.options["redis_message_id"] for message in messages])

@@ -38,17 +38,24 @@ class Precedence:
         out: int = sum(self._consumers[each].out for each in group if each in self._consumers)
         return out < threads
 
-    def wake(self, queue: str) -> None:
-        """A thread is free: whoever has waited for one looks again."""
+    def freed(self, queue: str) -> None:
+        """A thread is done with a message of this queue: the others look again, unless one before them has more."""
         for each in self._groups.get(queue, ()):
-            if each in self._consumers:
-                self._consumers[each].wake()
+            consumer = self._consumers.get(each)
+            if consumer is None:
+                continue
+            if each != queue:
+                consumer.wake()
+            if consumer.has_more:
+                return
 
     def is_there_more_urgent(self, client: Any, namespace: str, queue: str) -> bool:
         """Whether messages wait in the queues before this one."""
         before = self.before(queue)
         if not before:
             return False
+        if any(self._consumers[each].has_more for each in before if each in self._consumers):
+            return True
         try:
             with client.pipeline(transaction=False) as pipe:
                 for each in before:
