@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,5 +30,6 @@ def app(deployment: Deployment) -> Iterator[Celery]:
     app = Celery("facts", broker=url, backend=url, set_as_current=False)
     app.conf.task_default_queue = "facts"
     yield app
+    gc.collect()  # a result that is collected when the store has gone complains
     app.backend.result_consumer.stop()
     app.close()

@@ -110,6 +110,13 @@ ALONE: dict[str, Scenario] = {
 }
 
 
+#: For the worker of more_tasks.py.
+LOST: dict[str, Scenario] = {
+    "lost_early": lambda: facts.app.send_task("facts.lost_early"),
+    "lost_late_reject": lambda: facts.app.send_task("facts.lost_late_reject"),
+}
+
+
 def results_of(sent: Any) -> list[AsyncResult]:
     if isinstance(sent, GroupResult):
         return [each for result in sent.results for each in results_of(result)]
@@ -134,7 +141,7 @@ def told(result: AsyncResult) -> dict[str, Any]:
 
 
 def main(chosen: list[str]) -> None:
-    scenarios = SCENARIOS | ALONE
+    scenarios = SCENARIOS | ALONE | LOST
     sent = {name: scenarios[name]() for name in chosen}
     results = {name: results_of(each) for name, each in sent.items()}
     print(json.dumps({name: [each.id for each in of] for name, of in results.items()}), flush=True)
