@@ -91,6 +91,13 @@ def test_a_worker_of_ours_does_what_celerys_does(both: tuple[Seen, Seen]) -> Non
         assert {name: seen for name, seen in differing.items() if seen[0] != seen[1]} == {}
 
 
+def test_what_is_made_at_the_start_of_a_process_is_made_in_the_thread_of_plain_functions(
+    both: tuple[Seen, Seen],
+) -> None:
+    for seen in both:
+        assert {each["in_thread_of_init"] for each in seen.records if each["what"] == "BODY"} == {True}
+
+
 def test_what_cannot_be_read_is_told_in_the_same_words(both: tuple[Seen, Seen]) -> None:
     real, ours = ([each for each in seen.records if each["what"] in ("task_rejected", "task_unknown")] for seen in both)
     assert len(real) == 3

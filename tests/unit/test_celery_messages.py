@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
+from celery import Celery
+from dramatiq.brokers.stub import StubBroker
 from hypothesis import given
 from hypothesis import strategies as some
+from kombu.exceptions import OperationalError
 
 from asyncworker.celery import names, stores
 from asyncworker.celery.envelope import OPTION, delay_ms, enveloped, opened
+from asyncworker.celery.serving import serve
+from asyncworker.errors import ConfigurationError
+from asyncworker.settings import load
+
+#: An app whose tasks go elsewhere.
+ELSEWHERE = Celery("elsewhere", broker="redis://127.0.0.1/0", set_as_current=False)
 
 #: Dramatiq's own rule.
 ALLOWED = re.compile(r"[a-zA-Z_][a-zA-Z0-9._-]*")
@@ -114,3 +125,27 @@ def test_a_producer_that_imports_only_celery_knows_the_url_and_imports_asyncwork
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["False", "asyncworker.celery.transport"]
+
+
+def test_a_producer_whose_broker_is_away_gets_kombus_error_when_its_policy_gives_up() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and no one listens there
+        app = Celery("x", broker=f"asyncworker+redis://127.0.0.1:{taken.getsockname()[1]}/0", set_as_current=False)
+        began = time.monotonic()
+        with pytest.raises(OperationalError):
+            app.send_task("t", retry=True, retry_policy={"max_retries": 1, "interval_start": 0})
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("json:dumps", "no Celery app"),
+        ("no_such_module:app", "does not import"),
+        ("tests.unit.test_celery_messages:ELSEWHERE", 'broker_url="asyncworker://"'),
+    ],
+)
+def test_an_app_that_cannot_be_served_is_refused_at_the_start(name: str, says: str) -> None:
+    settings = load({"ASYNCWORKER_CELERY_APP": name})
+    with pytest.raises(ConfigurationError, match=re.escape(says)):
+        serve(settings, StubBroker(), [])

@@ -71,7 +71,7 @@ SCENARIOS: dict[str, Scenario] = {
     "request_fields_plain": lambda: facts.dump_request.delay(),
     "types": lambda: facts.types.delay(*facts.VALUES),
     "compressed": lambda: facts.ok.apply_async((1,), compression="zlib"),
-    "yaml_is_not_accepted": _undecodable,
+    "pickle_is_not_accepted": _undecodable,
     "countdown": lambda: facts.ok.apply_async((1,), countdown=0.3),
     "eta_aware": lambda: facts.ok.apply_async((1,), eta=datetime.now(UTC) + timedelta(seconds=0.3)),
     "eta_naive_utcnow": lambda: facts.ok.apply_async((1,), eta=datetime.now(UTC).replace(tzinfo=None)),

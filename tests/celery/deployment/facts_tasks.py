@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from datetime import datetime
 from decimal import Decimal
@@ -64,8 +65,18 @@ def task(**options):
     return declare
 
 
+#: The thread that `worker_process_init` was sent in.
+INIT: list[int] = []
+
+
+@signals.worker_process_init.connect
+def remember_thread(**kwargs):
+    INIT.append(threading.get_ident())
+
+
 def body(self) -> None:
-    record("BODY", self.request.id, self.request.root_id, retries=self.request.retries)
+    of_init = [threading.get_ident()] == INIT
+    record("BODY", self.request.id, self.request.root_id, retries=self.request.retries, in_thread_of_init=of_init)
 
 
 @task(bind=True)

@@ -31,7 +31,7 @@ BOTH = (
     "request_fields_plain",
     "types",
     "compressed",
-    "yaml_is_not_accepted",
+    "pickle_is_not_accepted",
     "countdown",
     "eta_aware",
     "eta_naive_utcnow",
