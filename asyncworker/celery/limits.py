@@ -34,7 +34,7 @@ class Limited:
 
     Attributes:
         on_soft: Called with the limit in s, before the body is interrupted.
-        on_stuck: Called when the body does not end although its hard limit has passed.
+        on_stuck: Called when the body does not end although it was interrupted for good.
     """
 
     body: Body
@@ -56,7 +56,6 @@ class Limits:
     def __init__(self, broker: Broker, *, cleanup_s: float) -> None:
         self._watchdogs = next((each for each in broker.middleware if isinstance(each, TimeLimit)), None)
         self._cleanup_s = cleanup_s
-        self._limited: set[int] = set()
         self._all: dict[int, Limited] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -84,9 +83,14 @@ class Limits:
             self._changed.notify()
 
     def interrupted(self, limited: Limited) -> None:
-        """A body was interrupted for good: what if it does not end is settled from here."""
+        """A body was interrupted for good: where it does not end, Celery is told, and the process is replaced."""
         if self._watchdogs is not None:
             self._watchdogs.expect_end(limited.body.thread)
+        with self._changed:
+            self._all[id(limited)] = limited
+            limited.steps = [(time.monotonic() + TOLD_AFTER * self._cleanup_s, lambda: self._stuck(limited))]
+            self._changed.notify()
+            self._start()
 
     def _start(self) -> None:
         if self._thread is None:
@@ -105,6 +109,9 @@ class Limits:
                     self._changed.wait(min(LOOK_S, max(0.0, next_at - now)))
                     continue
                 steps = [limited.steps.pop(0)[1] for limited in due]
+                for limited in due:
+                    if not limited.steps:
+                        del self._all[id(limited)]
             for step in steps:
                 try:
                     step()
@@ -118,10 +125,7 @@ class Limits:
     def _hard(self, limited: Limited) -> None:
         if limited.body.interrupt(HardLimit):
             self.interrupted(limited)
-            with self._changed:
-                limited.steps.append((time.monotonic() + TOLD_AFTER * self._cleanup_s, lambda: self._stuck(limited)))
 
     def _stuck(self, limited: Limited) -> None:
         if limited.body.is_inside:
-            limited.body.is_told = True
             limited.on_stuck()

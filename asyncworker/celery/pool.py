@@ -6,7 +6,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from billiard.einfo import ExceptionInfo
@@ -54,41 +55,19 @@ class Pool(BasePool):
     ) -> None:
         soft_s = soft_timeout or self.options.get("soft_timeout")
         hard_s = timeout or self.options.get("timeout")
-        delivery, request = current_delivery.get(), accept_callback.__self__  # type: ignore[attr-defined]
-
-        def stuck() -> None:
-            timeout_callback(soft=False, timeout=hard_s)
-            if delivery is not None:
-                delivery.note_end()
-
-        limited = Limited(
-            Body(hard_s),
-            soft_s,
-            hard_s,
-            on_soft=lambda limit_s: timeout_callback(soft=True, timeout=limit_s),
-            on_stuck=stuck,
-        )
+        limited = _limited(soft_s, hard_s, timeout_callback)
         pid = Pid(os.getpid())
         pid.limited = limited
         token = current_body.set(limited.body)
+        request = accept_callback.__self__  # type: ignore[attr-defined]
         try:
-            accept_callback(pid, time.monotonic())
-            self.limits.begin(limited)
-            callback(self._trace(args))
-        except (HardLimit, Terminated):
+            with _told(request, error_callback):
+                accept_callback(pid, time.monotonic())
+                self.limits.begin(limited)
+                callback(self._trace(args))
+        except (HardLimit, Terminated):  # too late for the body to see it
             if not limited.body.is_told:
                 timeout_callback(soft=False, timeout=hard_s)
-        except Shutdown:
-            if request.task.acks_late:  # it goes back to its queue
-                raise
-            error_callback(lost("the worker process was stopped under it"))
-        except Cancelled:
-            request._announce_revoked("terminated", True, None, False)
-            raise
-        except Exception:  # noqa: BLE001 -- a hook's, which the tracer could not deal with: Celery is told
-            error_callback(ExceptionInfo(sys.exc_info()))
-        except (SystemExit, KeyboardInterrupt) as end:  # the body's own: a process of Celery's would end with it
-            error_callback(lost(f"exitcode {_code(end)}"))
         finally:
             self.limits.end(limited)
             current_body.reset(token)
@@ -113,8 +92,37 @@ class Pool(BasePool):
         }
 
 
-def _code(end: BaseException) -> object:
-    return getattr(end, "code", None) or 0
+def _limited(soft_s: float | None, hard_s: float | None, timeout_callback: Callable[..., Any]) -> Limited:
+    body, delivery = Body(hard_s), current_delivery.get()
+
+    def stuck() -> None:
+        if not body.is_told:
+            body.is_told = True
+            timeout_callback(soft=False, timeout=hard_s)
+        if delivery is not None:
+            delivery.note_end()
+
+    return Limited(
+        body, soft_s, hard_s, on_soft=lambda limit_s: timeout_callback(soft=True, timeout=limit_s), on_stuck=stuck
+    )
+
+
+@contextmanager
+def _told(request: Any, error_callback: Callable[[Any], Any]) -> Iterator[None]:
+    """Celery is told of what neither its tracer nor the body's limits can deal with."""
+    try:
+        yield
+    except Shutdown:
+        if request.task.acks_late:  # it goes back to its queue
+            raise
+        error_callback(lost("the worker process was stopped under it"))
+    except Cancelled:
+        request._announce_revoked("terminated", True, None, False)
+        raise
+    except Exception:  # noqa: BLE001 -- a hook's, which the tracer could not deal with
+        error_callback(ExceptionInfo(sys.exc_info()))
+    except (SystemExit, KeyboardInterrupt) as end:  # the body's own: a process of Celery's would end with it
+        error_callback(lost(f"exitcode {getattr(end, 'code', None) or 0}"))
 
 
 def lost(how: str) -> ExceptionInfo:

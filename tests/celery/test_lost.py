@@ -44,9 +44,11 @@ def test_a_lost_worker_gives_each_task_what_its_acknowledgement_says(app: Celery
             assert "Task.on_retry(WorkerLostError" in " ".join(names(side, sent["lost_late_retry"]))
         assert took_s < 15
 
-        stuck = send(app, "stuck")
+        stuck, terminated = send(app, "stuck"), begun(side, send(app, "stuck_for_long"))
+        app.control.revoke(terminated.id, terminate=True)
         assert repr(result(stuck)) == "TimeLimitExceeded(0.3)"
         running.wait_for_log(f"died: exit code {EXIT_REPLACED}")
         assert result(send(app, "add", 2, 3)) == 5
-        assert names(side, stuck).count("BODY") == 1
+        assert [names(side, each).count("BODY") for each in (stuck, terminated)] == [1, 1]
+        assert (stuck.state, terminated.state) == ("FAILURE", "REVOKED")
         assert names(side, stuck).count("task_failure") == (celery.VERSION >= (5, 7))  # before, Celery told no one

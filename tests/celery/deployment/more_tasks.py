@@ -95,6 +95,12 @@ def stuck(self):
     time.sleep(60)
 
 
+@task(bind=True)
+def stuck_for_long(self):
+    body(self)
+    time.sleep(60)
+
+
 @app.task(name="facts.limited", rate_limit="4/s", base=Hooked, bind=True)
 def limited(self):
     record("BEGAN", self.request.id, self.request.root_id, at=time.time())
