@@ -10,17 +10,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from billiard.einfo import ExceptionInfo
+from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
 from celery.app.trace import fast_trace_task
 from celery.concurrency.base import BasePool
-from celery.exceptions import WorkerLostError
-from dramatiq.middleware import Shutdown
+from celery.exceptions import Ignore, WorkerLostError
+from celery.exceptions import TimeLimitExceeded as CeleryTimeLimitExceeded
+from dramatiq.middleware import Shutdown, TimeLimitExceeded
 from kombu.serialization import prepare_accept_content
 
 from asyncworker.cancellations import Cancelled
 from asyncworker.celery.bodies import Body, HardLimit, Terminated, current_body
 from asyncworker.celery.delivery import current_delivery
 from asyncworker.celery.limits import Limited, Limits
+from asyncworker.middleware import FAILED_WITH
 
 
 class Pid(int):
@@ -64,7 +66,9 @@ class Pool(BasePool):
             with _told(request, error_callback):
                 accept_callback(pid, time.monotonic())
                 self.limits.begin(limited)
-                callback(self._trace(args))
+                traced = self._trace(args)
+                _note(traced)
+                callback(traced)
         except (HardLimit, Terminated):  # too late for the body to see it
             if not limited.body.is_told:
                 timeout_callback(soft=False, timeout=hard_s)
@@ -105,6 +109,21 @@ def _limited(soft_s: float | None, hard_s: float | None, timeout_callback: Calla
     return Limited(
         body, soft_s, hard_s, on_soft=lambda limit_s: timeout_callback(soft=True, timeout=limit_s), on_stuck=stuck
     )
+
+
+def _note(traced: Any) -> None:
+    """Have the row of the attempt, and its line in the log, say how the task has failed."""
+    failed, retval, _ = traced
+    delivery = current_delivery.get()
+    if not failed or delivery is None:
+        return
+    exception = retval.exception
+    exception = getattr(exception, "exc", exception) if isinstance(exception, ExceptionWithTraceback) else exception
+    if isinstance(exception, Ignore):
+        return
+    if isinstance(exception, CeleryTimeLimitExceeded):
+        exception = TimeLimitExceeded(f"its time limit of {exception} s has passed")
+    setattr(delivery.proxy, FAILED_WITH, exception)
 
 
 @contextmanager

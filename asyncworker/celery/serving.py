@@ -38,9 +38,6 @@ logger = logging.getLogger("asyncworker.celery")
 #: The newest Celery whose tests of this package have passed.
 NEWEST_TESTED = (5, 7)
 
-#: How often a task may be lost is Celery's to say; see `Consumer.lose`.
-ANY_LOSSES = 2**31
-
 #: What has to wait for longer than this goes back to the broker, in ms; a shorter wait is waited for here.
 LONG_MS = 1_000
 
@@ -169,7 +166,12 @@ class Serving(Middleware):
                 actor_name=actor_of(step),
                 queue_name=names.to_dramatiq(queues[0], step),
                 priority=step,
-                options={"max_retries": 0, MAX_LOSSES_OPTION: ANY_LOSSES, "time_limit": float("inf")},
+                # Celery is told of each loss, of the last one too; see `Consumer.lose`.
+                options={
+                    "max_retries": 0,
+                    MAX_LOSSES_OPTION: self._settings.max_losses + 1,
+                    "time_limit": float("inf"),
+                },
             )
         if isinstance(broker, WorkerBroker):
             for queue in queues:

@@ -12,6 +12,7 @@ import pytest
 from celery import Celery
 from dramatiq import Message
 
+from asyncworker.middleware import ledger_of
 from tests.celery.sides import Side, begun, names, our_side, result, send
 from tests.waiting import wait_until
 from tests.workers import Deployment
@@ -51,6 +52,19 @@ def test_time_limits_of_async_tasks_are_raised_where_they_wait_and_their_cleanup
     assert repr(result(hard)) == "TimeLimitExceeded(0.3)"
     ending = ["note", "Task.on_failure(TimeLimitExceeded)", "task_failure", "Task.after_return(FAILURE)"]
     wait_until(lambda: names(side, hard)[4:] == [*ending, "task_postrun(FAILURE)"], "the order of its end")
+
+
+def test_the_ledger_says_how_a_task_has_failed(app: Celery, deployment: Deployment, side: Side) -> None:
+    sent = {each: send(app, each) for each in ("boom", "aio_hard", "ok")}
+    for each in sent.values():
+        result(each)
+
+    def outcomes() -> dict[str, list[str]]:
+        rows = {each: ledger_of(deployment.broker).rows(of.id) for each, of in sent.items()}
+        return {each: [str(row.outcome) for row in of] for each, of in rows.items()}
+
+    expected = {"boom": ["failed"], "aio_hard": ["timed_out"], "ok": ["failed"]}  # an argument is missing
+    wait_until(lambda: outcomes() == expected, "the rows of all")
 
 
 # --- revokes
