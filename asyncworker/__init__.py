@@ -26,14 +26,16 @@ A map, top to bottom; each file may import what stands above it in its group or 
     redelivery, losses, retries, fitness        which messages are run again; what a worker needs
     health_sockets, health_server, health       how a worker process is, asked from outside
     prefetch, supervised                        how much it takes; what stands above it, and hears that it is ready
-    consumer                                    what takes messages off a queue
+    precedence, consumer                        which queue comes first; what takes messages off a queue
     exchange, delivery                          how a producer asks the store, and has it take messages
     result_watch, results, producing            where results lie, how a loop waits for them, and how it sends
     redis_broker                                Redis or Valkey as the broker
     speaking, rabbitmq_consumer, rabbitmq       RabbitMQ as the broker
     broker                                      which of them, and the order of its middleware
     cancelling                                  how a message is cancelled
-    actor, last_words, deployment, actors       @actor; the entry of `dramatiq asyncworker.actors`
+    actor, last_words                           @actor; what a worker says that cannot begin
+    celery/                                     Celery apps on these workers; without Celery it is not imported
+    deployment, actors                          the entry of `dramatiq asyncworker.actors`
     kept_worker, supervisor                     workers that are replaced when they die
     commands, installing, sending               what the command `asyncworker` does,
     broker_checks, doctor                       how it looks at what is there,

@@ -32,9 +32,12 @@ generation launching contexts turn recycling browser probing lending watch loop 
 state_dirs embedded vetting connecting patience settling alarm heartbeat
 unique at_most_once cancellations attempt_log backlog accounting middleware time_limit watchdog interrupts hurry
 redelivery losses retries health_sockets health_server health fitness supervised
-prefetch consumer exchange delivery result_watch results producing redis_broker
+prefetch precedence consumer exchange delivery result_watch results producing redis_broker
 speaking rabbitmq_consumer rabbitmq broker cancelling actor last_words
 asyncworker
+celery celery.names celery.envelope celery.delivery celery.stores celery.channel celery.transport celery.backend
+celery.bodies celery.limits celery.rates celery.pool celery.control celery.native celery.node
+celery.process celery.serving
 deployment actors kept_worker supervisor
 broker_checks commands installing doctor sending queues dead_letters identities demo demo.site demo.run
 terminal cli_once cli_dead_letters cli_queues cli_reap cli_health cli_cancel cli __main__
