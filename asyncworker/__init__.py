@@ -14,6 +14,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     turn, recycling, browser                    when it is replaced; the owner of all
     probing                                     whether a browser still finishes a navigation
     lending, watch, loop, session, runtime      one attempt on it, and what its code receives
+    lane, sync_face, sync_session               the same for synchronous code, in any thread
     state_dirs, embedded, vetting               the edges: a store to begin with, and whether it will do
     connecting, patience                        how it is reached, and waited for
     settling, heartbeat, alarm                  what is done is told together; who lives; what is due

@@ -29,6 +29,7 @@ lineage processes scratch
 engines.capabilities engines.importing engines.profile engines.lifeline engines.storage_state engines.invisible_client
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
 generation launching contexts turn recycling browser probing lending watch loop session runtime
+lane sync_face sync_session
 state_dirs embedded vetting connecting patience settling alarm heartbeat
 unique at_most_once cancellations attempt_log backlog accounting middleware time_limit watchdog interrupts hurry
 redelivery losses retries health_sockets health_server health fitness supervised
