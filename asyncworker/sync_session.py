@@ -109,8 +109,9 @@ class Kept(Generic[T]):
         self._task = loop.create_task(self._keep(), context=context)
         try:
             await asyncio.wait((self._task, self._opened), return_when=asyncio.FIRST_COMPLETED)
+            self._raise_fault()
             if not self._opened.done():
-                self._task.result()
+                raise asyncio.CancelledError
             return self._opened.result()
         except asyncio.CancelledError:
             self._task.cancel()
@@ -125,9 +126,8 @@ class Kept(Generic[T]):
                 self._opened.set_result(value)
                 if (error := await self._left) is not None:
                     raise error
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 -- it is raised in the threads
             self._fault = error
-            raise
         finally:
             self.on_end()
             for call in tuple(self._calls):
@@ -136,20 +136,20 @@ class Kept(Generic[T]):
     async def _leave(self, error: BaseException | None) -> None:
         task = self._task
         if task is None or task.done():
-            if self._fault is not None and self._is_new(error):
-                raise self._fault
+            if error is None or (isinstance(error, Exception) and error is not self._fault):
+                self._raise_fault()
             return
         if error is None or (isinstance(error, Exception) and not isinstance(error, StopIteration)):
             self._left.set_result(error)
         else:
             self._interrupt(type(error).__name__)
         await asyncio.wait({task})
-        if self._fault is not None:
-            raise self._fault
+        self._raise_fault()
 
-    def _is_new(self, error: BaseException | None) -> bool:
-        """Whether what has ended the session says more than what its code has raised since."""
-        return error is None or (isinstance(error, Exception) and error is not self._fault)
+    def _raise_fault(self) -> None:
+        """Raise what has ended it, without where it was raised before: that grows with each time."""
+        if self._fault is not None:
+            raise self._fault.with_traceback(None)
 
     def _interrupt(self, reason: str) -> None:
         if self._task is not None and not self._task.done():
@@ -175,8 +175,7 @@ class Kept(Generic[T]):
 
     def _refuse(self, what: str, cause: BaseException | None = None) -> None:
         """Raise what has ended the session, unless the call is one that ends what has ended."""
-        if self._fault is not None:
-            raise self._fault
+        self._raise_fault()
         is_over = (self._ending is not None and self._ending.has_come) or self._task is None or self._task.done()
         if is_over and what.removesuffix("()").rpartition(".")[2] not in HARMLESS:
             ending = self._ending or Ending()
