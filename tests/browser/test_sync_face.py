@@ -335,18 +335,22 @@ def test_in_a_fork_the_session_is_refused_with_the_remedy(runtime: Runtime, sess
 
 #: What the stand-in's bridge has.
 BRIDGED = [
+    "navigation_gives_a_response_with_its_request",
     "methods_and_properties",
     "locators_chain",
-    "handles_go_there_and_back",
+    "locators_are_arguments",
+    "keyboard_and_mouse",
+    "an_error_of_the_page_is_playwrights",
     "expect_response_by_a_predicate_that_asks_the_response",
-    "expect_that_times_out_and_expect_whose_block_raises",
-    "a_predicate_that_raises_ends_the_wait",
-    "wait_for_event_with_a_predicate",
-    "a_listener_that_is_removed_hears_nothing",
-    "a_route_waits_for_another_call_of_the_same_route",
-    "functions_are_exposed",
+    "events_come_in_their_order",
     "what_an_event_brought_before_the_answer_is_there_after_it",
+    "a_listener_that_is_removed_hears_nothing",
+    "routes_fulfill_continue_and_fall_back",
+    "a_route_waits_for_another_call_of_the_same_route",
+    "a_page_is_closed_by_its_block",
     "frames",
+    "wait_for_an_address",
+    "text_of_an_object",
 ]
 
 
