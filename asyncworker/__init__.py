@@ -36,6 +36,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     cancelling                                  how a message is cancelled
     actor, last_words, deployment, actors       @actor; the entry of `dramatiq asyncworker.actors`
     kept_worker, supervisor                     workers that are replaced when they die
+    celery/                                     Celery's tasks on the worker's browser; imported by no one above
     commands, installing, sending               what the command `asyncworker` does,
     broker_checks, doctor                       how it looks at what is there,
     queues, dead_letters, identities, demo/     with its demo

@@ -37,6 +37,7 @@ prefetch consumer exchange delivery result_watch results producing redis_broker
 speaking rabbitmq_consumer rabbitmq broker cancelling actor last_words
 asyncworker
 deployment actors kept_worker supervisor
+celery.process celery.places celery.async_tasks celery.sessions celery.installation celery
 broker_checks commands installing doctor sending queues dead_letters identities demo demo.site demo.run
 terminal cli_once cli_dead_letters cli_queues cli_reap cli_health cli_cancel cli __main__
 fakes testing pytest_plugin
