@@ -139,7 +139,9 @@ class Kept(Generic[T]):
             if error is None or (isinstance(error, Exception) and error is not self._fault):
                 self._raise_fault()
             return
-        if error is None or (isinstance(error, Exception) and not isinstance(error, StopIteration)):
+        if self._left.done():  # cancelled: it is on its way out
+            pass
+        elif error is None or (isinstance(error, Exception) and not isinstance(error, StopIteration)):
             self._left.set_result(error)
         else:
             self._interrupt(type(error).__name__)

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 import psutil
-from celery import Celery, concurrency, signals
+from celery import Celery, _state, concurrency, signals
 from celery.app.trace import build_tracer
 from celery.concurrency.prefork import TaskPool as PreforkPool
 from celery.exceptions import WorkerShutdown
@@ -81,7 +81,7 @@ class _Handlers:
         """In the main process, before its pool is made."""
         if getattr(sender, "app", None) is not self._app:
             return
-        self._make_tasks_runnable(None)
+        self._make_tasks_runnable(self._app, None)
         pool = concurrency.get_implementation(sender.pool_cls)
         if pool.__module__ in _GREEN:
             # An exception would be logged, and the worker go on.
@@ -102,16 +102,17 @@ class _Handlers:
 
     def process_init(self, sender: Any = None, **_: Any) -> None:
         """In each child; also in the main process with the solo pool."""
-        self._make_tasks_runnable(sender)
+        # A child that was spawned has an app of its own, with the same tasks.
+        self._make_tasks_runnable(_state.get_current_app(), sender)
         self._process.begin()
 
     def process_shutdown(self, **_: Any) -> None:
         self._process.end()
 
-    def _make_tasks_runnable(self, hostname: str | None) -> None:
-        for name, task in list(self._app.tasks.items()):
+    def _make_tasks_runnable(self, app: Celery, hostname: str | None) -> None:
+        for name, task in list(app.tasks.items()):
             if make_runnable(task):
-                task.__trace__ = build_tracer(name, task, self._app.loader, hostname, app=self._app)
+                task.__trace__ = build_tracer(name, task, app.loader, hostname, app=app)
 
 
 def live_browser() -> str | None:

@@ -55,7 +55,8 @@ def session(
 
 def _limited(task: Task, attempt: Attempt) -> Attempt:
     """The attempt with the deadline that the task's own limits give; a pool of threads enforces none by itself."""
-    limits = [limit for limit in task.request.timelimit or () if limit]
+    hard, soft = task.request.timelimit or (None, None)
+    limits = [limit for limit in (hard or task.time_limit, soft or task.soft_time_limit) if limit]
     there: object = get_event_loop_thread()
     if not limits or attempt.deadline is not None or not isinstance(there, LoopThread):
         return attempt
