@@ -36,9 +36,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger("asyncworker.sync")
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 #: A session whose thread goes on so long after its deadline is over: the thread is told first where it can be.
 AFTER_DEADLINE_S = 0.5
+
+
+class _Call:
+    """One call on the loop, for a thread that may have gone on without it."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+        self._is_dropped = False
+        self._task: asyncio.Task[Any] | None = None
+
+    def begin(self) -> None:
+        """On the loop, in the task that does it."""
+        if self._is_dropped:
+            raise asyncio.CancelledError
+        self._task = asyncio.current_task()
+
+    def drop(self) -> None:
+        """Cancel it, on the loop."""
+        self._is_dropped = True
+        if self._task is not None and not self.has_ended:
+            self._task.cancel()
 
 
 class Kept(Generic[T]):
@@ -52,23 +74,35 @@ class Kept(Generic[T]):
     def __init__(self, loop_thread: LoopThread, manager: AbstractAsyncContextManager[T]) -> None:
         self._loop_thread = loop_thread
         self._manager = manager
-        self._calls: set[asyncio.Task[Any]] = set()
+        self._calls: set[_Call] = set()
         self._interruption = Interruption()
         self._variables: contextvars.Context | None = None
         self._ending: Ending | None = None
         self._fault: Exception | None = None
         self._task: asyncio.Task[None] | None = None
+        self._is_left = False
         #: Called on the loop when it is left.
         self.on_end: Callable[[], object] = lambda: None
 
-    def enter(self) -> T:
-        """Enter it; raises what it raises."""
-        refuse_on_loop(self._loop_thread, "a session")
-        return self._loop_thread.run_coroutine(self._enter())
+    @contextlib.contextmanager
+    def open(self, made_of: Callable[[T], R]) -> Iterator[R]:
+        """Enter it, and leave it with what the block raises.
 
-    def leave(self, error: BaseException | None) -> None:
-        """Leave it with what the block has raised; raises what it raises itself, such as an explanation of that."""
-        self._loop_thread.run_coroutine(self._leave(error))
+        Raises what it raises itself, such as an explanation of what the block has raised. Whatever a signal raises in
+        this thread, and wherever, it is left: also when it was only being entered.
+        """
+        refuse_on_loop(self._loop_thread, "a session")
+        try:
+            yield made_of(self._loop_thread.run_coroutine(self._enter()))
+        except BaseException as error:
+            self._leave(error)
+            raise
+        else:
+            self._leave(None)
+
+    def _leave(self, error: BaseException | None) -> None:
+        if self._loop_thread.is_here:  # else it has ended, and all that was on it
+            self._loop_thread.run_coroutine(self._let_go(error))
 
     def call(self, what: str, begin: Callable[[], Any]) -> Any:
         """Call `begin` on the loop as code of the session, and await what it returns; raises what that raises.
@@ -78,14 +112,15 @@ class Kept(Generic[T]):
             RuntimeError: On the loop's own thread.
         """
         refuse_on_loop(self._loop_thread, what)
-        doing: list[asyncio.Task[Any]] = []
+        call = _Call()
         try:
-            return self._loop_thread.run_coroutine(self._call(what, begin, doing))
+            return self._loop_thread.run_coroutine(self._do(call, what, begin))
         except Interrupt as interrupt:
             self._from_outside(self._interrupt, type(interrupt).__name__)
             raise
-        except BaseException:  # raised in this thread, by a signal, it has ended nothing yet
-            self._from_outside(lambda: [task.cancel() for task in doing])
+        except BaseException:
+            if not call.has_ended:  # it was raised in this thread, by a signal
+                self._from_outside(call.drop)
             raise
 
     def interrupt_at(self, deadline: float) -> None:
@@ -101,6 +136,8 @@ class Kept(Generic[T]):
     # --- on the loop
 
     async def _enter(self) -> T:
+        if self._is_left:
+            raise asyncio.CancelledError
         loop = asyncio.get_running_loop()
         self._opened: asyncio.Future[T] = loop.create_future()
         self._left: asyncio.Future[BaseException | None] = loop.create_future()
@@ -131,9 +168,10 @@ class Kept(Generic[T]):
         finally:
             self.on_end()
             for call in tuple(self._calls):
-                call.cancel()
+                call.drop()
 
-    async def _leave(self, error: BaseException | None) -> None:
+    async def _let_go(self, error: BaseException | None) -> None:
+        self._is_left = True
         task = self._task
         if task is None or task.done():
             if error is None or (isinstance(error, Exception) and error is not self._fault):
@@ -141,6 +179,8 @@ class Kept(Generic[T]):
             return
         if self._left.done():  # cancelled: it is on its way out
             pass
+        elif not self._opened.done():  # this thread waits for it no more
+            task.cancel()
         elif error is None or (isinstance(error, Exception) and not isinstance(error, StopIteration)):
             self._left.set_result(error)
         else:
@@ -158,22 +198,22 @@ class Kept(Generic[T]):
             self._interruption.tell(reason)
             self._task.cancel()
 
-    async def _call(self, what: str, begin: Callable[[], Any], doing: list[asyncio.Task[Any]]) -> Any:
+    async def _do(self, call: _Call, what: str, begin: Callable[[], Any]) -> Any:
         self._refuse(what)
         for variable, value in self._variables.items() if self._variables is not None else ():
             variable.set(value)
-        task = cast("asyncio.Task[Any]", asyncio.current_task())
-        doing.append(task)
-        self._calls.add(task)
+        call.begin()
+        self._calls.add(call)
         try:
             result = begin()
             return await result if hasattr(result, "__await__") else result
         except (Exception, asyncio.CancelledError) as error:
-            if not isinstance(error, SessionOver | Interrupt):
+            if not isinstance(error, SessionOver):
                 self._refuse(what, error)
             raise
         finally:
-            self._calls.discard(task)
+            call.has_ended = True
+            self._calls.discard(call)
 
     def _refuse(self, what: str, cause: BaseException | None = None) -> None:
         """Raise what has ended the session, unless the call is one that ends what has ended."""
@@ -230,25 +270,12 @@ class SyncSession:
         manager = self.face.call(
             "session.once()", lambda: self._session.once(name, key, on_lost=on_lost, wait_ms=wait_ms)
         )
-        with kept(self._loop_thread, manager) as step:
+        holder: Kept[Step] = Kept(self._loop_thread, manager)
+        with holder.open(lambda step: step) as step:
             yield step
 
     def __repr__(self) -> str:
         return repr(self._session)
-
-
-@contextlib.contextmanager
-def kept(loop_thread: LoopThread, manager: AbstractAsyncContextManager[T]) -> Iterator[T]:
-    """`with` for an `async with` that a task on the loop enters and leaves."""
-    holder = Kept(loop_thread, manager)
-    value = holder.enter()
-    try:
-        yield value
-    except BaseException as error:
-        holder.leave(error)
-        raise
-    else:
-        holder.leave(None)
 
 
 @contextlib.contextmanager
@@ -270,16 +297,10 @@ def open_sync_session(
     """
     with _attempting(attempt), _loop_thread() as loop_thread:
         holder: Kept[Session] = Kept(loop_thread, open_session(seed=seed, context_options=context_options))
-        session = SyncSession(holder.enter(), loop_thread, holder)
-        if session.attempt.deadline is not None:
-            holder.interrupt_at(session.attempt.deadline)
-        try:
+        with holder.open(lambda session: SyncSession(session, loop_thread, holder)) as session:
+            if session.attempt.deadline is not None:
+                holder.interrupt_at(session.attempt.deadline)
             yield session
-        except BaseException as error:
-            holder.leave(error)
-            raise
-        else:
-            holder.leave(None)
 
 
 def refuse_on_loop(loop_thread: LoopThread, what: str) -> None:

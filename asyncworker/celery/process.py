@@ -45,8 +45,10 @@ class Process:
         self._draw_seed()
 
     def check(self) -> None:
-        """Raise ForkedBrowser in a process that has no browser and never will."""
-        if self.parent == os.getpid():
+        """Raise ForkedBrowser in a process that has no browser and never will; one that was forked has a loop then."""
+        if self.parent not in (None, os.getpid()):
+            self.begin()
+        elif self.parent is not None:
             raise ForkedBrowser(
                 "this is the parent of a prefork worker, whose children each have a browser of their own: use it in a "
                 "task, or in a handler of worker_process_init"

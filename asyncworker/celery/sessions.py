@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 logger = logging.getLogger("asyncworker.celery")
+
+#: The session that is open in this code; its browser is the one that `browser` is then.
+_open_session: ContextVar[SyncSession | None] = ContextVar("asyncworker_celery_session", default=None)
 
 
 @contextlib.contextmanager
@@ -50,17 +55,18 @@ def session(
         if running is not None:
             stack.enter_context(in_task(running))
             attempt = _limited(running, current_attempt.get() or attempt_of(running))
-        yield stack.enter_context(open_sync_session(seed=seed, context_options=context_options, attempt=attempt))
+        opened = stack.enter_context(open_sync_session(seed=seed, context_options=context_options, attempt=attempt))
+        stack.callback(_open_session.reset, _open_session.set(opened))
+        yield opened
 
 
 def _limited(task: Task, attempt: Attempt) -> Attempt:
-    """The attempt with the deadline that the task's own limits give; a pool of threads enforces none by itself."""
-    hard, soft = task.request.timelimit or (None, None)
-    limits = [limit for limit in (hard or task.time_limit, soft or task.soft_time_limit) if limit]
+    """The attempt with the deadline that the task's `time_limit` gives; a pool of threads enforces none by itself."""
+    limit_s = next(iter(task.request.timelimit or ()), None) or task.time_limit
     there: object = get_event_loop_thread()
-    if not limits or attempt.deadline is not None or not isinstance(there, LoopThread):
+    if not limit_s or attempt.deadline is not None or not isinstance(there, LoopThread):
         return attempt
-    return replace(attempt, deadline=there.loop.time() + min(limits))
+    return replace(attempt, deadline=there.loop.time() + limit_s)
 
 
 class TaskBrowser:
@@ -76,10 +82,13 @@ class TaskBrowser:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._of_task().session().browser, name)
+        opened = _open_session.get() or self._of_task().session()
+        return getattr(opened.browser, name)
 
     def new_page(self, **options: Any) -> Any:
         """A page in a context of its own; the first one is there already."""
+        if (already := _open_session.get()) is not None:
+            return already.browser.new_page(**options)
         of_task = self._of_task()
         opened = of_task.session()
         if not options and not of_task.page_is_given:
@@ -120,6 +129,7 @@ class _OfTask:
     def __init__(self, task: Task, request: Any) -> None:
         self._task = task
         self._request = request  # kept, or its id would be another's
+        self._context = contextvars.copy_context()  # of whoever asks first; it may be left by another thread
         self._entering = threading.Lock()
         self._manager: AbstractContextManager[SyncSession] | None = None
         self._session: SyncSession | None = None
@@ -130,7 +140,7 @@ class _OfTask:
         with self._entering:
             if self._session is None:
                 manager = session(self._task)
-                self._session = manager.__enter__()
+                self._session = self._context.run(manager.__enter__)
                 self._manager = manager
             return self._session
 
@@ -138,7 +148,7 @@ class _OfTask:
         with self._entering:
             manager, self._manager = self._manager, None
         if manager is not None:
-            manager.__exit__(None, None, None)
+            self._context.run(manager.__exit__, None, None, None)
 
 
 _browser = TaskBrowser()

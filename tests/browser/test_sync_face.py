@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -27,7 +28,7 @@ from asyncworker.runtime import Runtime, set_runtime
 from asyncworker.session import Attempt
 from asyncworker.settings import load
 from asyncworker.sync_face import expect
-from asyncworker.sync_session import SyncSession, open_sync_session
+from asyncworker.sync_session import Kept, SyncSession, open_sync_session
 from tests.browser.snippets import SNIPPETS
 from tests.site import BehaviourSite
 from tests.standin import Standin
@@ -241,36 +242,78 @@ def test_a_session_is_over_at_its_deadline_wherever_its_thread_is(runtime: Runti
         page.title()
 
 
-def test_a_signal_that_raises_in_a_call_ends_the_call_and_leaves_the_session(
-    session: SyncSession, site: BehaviourSite
-) -> None:
-    class Signal(Exception):
-        """As Celery raises SoftTimeLimitExceeded."""
+class Signal(Exception):
+    """As Celery raises SoftTimeLimitExceeded."""
 
+
+@contextmanager
+def signal_after(seconds: float) -> Iterator[None]:
     def late(number: int, frame: object) -> None:
         raise Signal
 
     former = signal.signal(signal.SIGALRM, late)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with pytest.raises(Signal):
-            session.page.goto(f"{site.url}/never")
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, former)
-    session.page.goto(f"{site.url}/cookie/get")
 
 
-def test_an_error_of_a_handler_is_no_other_sessions(session: SyncSession, site: BehaviourSite) -> None:
-    def fails(request: object) -> None:
+def test_a_signal_that_raises_in_a_call_ends_the_call_and_leaves_the_session(
+    session: SyncSession, site: BehaviourSite
+) -> None:
+    page = session.page
+    with pytest.raises(Signal), signal_after(0.2):
+        page.goto(f"{site.url}/never")
+    page.goto(f"{site.url}/cookie/get")
+
+
+def test_a_signal_that_raises_while_a_session_is_opened_leaves_none() -> None:
+    class Never:
+        entered = left = False
+
+        async def __aenter__(self) -> None:
+            self.entered = True
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.left = True
+
+        async def __aexit__(self, *raised: object) -> None: ...
+
+    never, loop_thread = Never(), LoopThread(cleanup_timeout_ms=5_000)
+    loop_thread.start()
+    try:
+        with pytest.raises(Signal), signal_after(0.2), Kept(loop_thread, never).open(lambda value: value):
+            pass
+        assert (never.entered, never.left) == (True, True)
+    finally:
+        loop_thread.stop()
+
+
+def test_an_error_of_a_handler_fails_the_next_call_of_its_session_once_and_no_other_sessions(
+    session: SyncSession, site: BehaviourSite
+) -> None:
+    def fails(route: object) -> None:
         raise LookupError("mine")
 
     with open_sync_session(seed=1) as other:
         page, others = session.page, other.page
-        page.on("request", fails)
-        with pytest.raises(LookupError, match="mine"):
-            for _ in range(20):
-                page.goto(f"{site.url}/cookie/get")
-                assert others.evaluate("1") == 1
+        page.goto(f"{site.url}/cookie/get")
+        page.route("**/fails", fails)
+        with page.expect_request("**/fails"):
+            page.evaluate("void fetch('/fails')")
+        outcomes = []
+        for _ in range(200):
+            assert others.evaluate("1") == 1
+            try:
+                assert page.evaluate("2") == 2
+            except LookupError:
+                outcomes.append("mine")
+            if len(outcomes) == 1:
+                break
+        assert (outcomes, page.title()) == (["mine"], "")
 
 
 def test_a_handler_that_is_in_a_call_when_its_session_ends_ends_too(runtime: Runtime, site: BehaviourSite) -> None:
