@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -95,6 +94,12 @@ class CeleryWorker:
     def text(self) -> str:
         return self.log.read_text()
 
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self.client.close()
+
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(40)
@@ -107,18 +112,15 @@ def celery_worker(store: Store, directory: Path, *words: str, **more: str) -> It
     try:
         worker.wait_until_ready()
         yield worker
+        pids = [worker.process.pid, worker.run("place")[0]]
         assert worker.stop() == 0, worker.text()
-        assert not left_of(worker), worker.text()
+        assert not tokens_of(pids), worker.text()
     finally:
-        if worker.process.poll() is None:
-            worker.process.kill()
-            worker.process.wait()
-        worker.client.close()
+        worker.end()
 
 
-def left_of(worker: CeleryWorker) -> set[processes.Token]:
-    """The tokens of this worker's dead processes that something still carries."""
-    pids = {int(pid) for pid in re.findall(r"pid=(\d+)", worker.text())} | {worker.process.pid}
+def tokens_of(pids: list[int]) -> set[processes.Token]:
+    """The tokens of these processes that something carries: their drivers and browsers."""
     return processes.tokens(lambda token: token.pid in pids)
 
 
@@ -144,8 +146,7 @@ def test_the_browser_lives_where_tasks_run_and_never_in_the_parent(worker: Any) 
     assert has_loop
     is_child = worker.pool in ("prefork", "spawn")
     assert (parent if is_child else pid) == worker.process.pid
-    launchers = {token.pid for token in processes.tokens(lambda token: token.pid in (pid, worker.process.pid))}
-    assert launchers == {pid}
+    assert {token.pid for token in tokens_of([pid, worker.process.pid])} == {pid}
 
 
 def test_a_task_has_a_session_and_its_retry_the_same_seed(worker: Any, site: BehaviourSite) -> None:
@@ -214,13 +215,34 @@ def test_a_child_that_is_killed_leaves_nothing_and_its_successor_works(
         assert worker.run("title", f"{site.url}/cookie/set", 1)["title"] == "set"
 
 
+@pytest.mark.parametrize("pool", ["prefork", "solo"])
+def test_a_child_that_is_recycled_and_a_worker_that_is_stopped_cold_leave_nothing(
+    pool: str, store: Store, site: BehaviourSite, tmp_path: Path
+) -> None:
+    worker = CeleryWorker(store, tmp_path, *POOLS[pool], "--max-tasks-per-child", "1")
+    pids = [worker.process.pid]
+    try:
+        worker.wait_until_ready()
+        if pool == "prefork":
+            pids += [worker.run("title", f"{site.url}/cookie/set", 1)["pid"] for _ in range(2)]
+            assert len(set(pids)) == 3
+            wait_until(lambda: not tokens_of(pids), "the browsers of children that were recycled are gone")
+        sent = worker.send("stays", f"{site.url}/cookie/get")
+        pids.append(int(wait_until(lambda: worker.client.backend.client.lpop("stays"), "the task has its page")))
+        assert tokens_of(pids)
+        worker.process.send_signal(signal.SIGQUIT)
+        worker.process.wait(40)
+        wait_until(lambda: not tokens_of(pids), "its browser is gone")
+        assert sent.state != "SUCCESS"
+    finally:
+        worker.end()
+
+
 def test_a_parent_with_a_live_browser_is_not_forked(store: Store, tmp_path: Path) -> None:
     worker = CeleryWorker(store, tmp_path, *PREFORK, TEST_LAUNCHES_IN_PARENT="1")
     try:
         assert worker.process.wait(60) != 0
     finally:
-        worker.process.kill()
-        worker.process.wait()
-        worker.client.close()
+        worker.end()
     assert "has launched Playwright" in worker.text()
     assert "launch none at import" in worker.text()
