@@ -14,6 +14,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     turn, recycling, browser                    when it is replaced; the owner of all
     probing                                     whether a browser still finishes a navigation
     lending, watch, loop, session, runtime      one attempt on it, and what its code receives
+    lane, sync_face, sync_session               the same for synchronous code, in any thread
     state_dirs, embedded, vetting               the edges: a store to begin with, and whether it will do
     connecting, patience                        how it is reached, and waited for
     settling, heartbeat, alarm                  what is done is told together; who lives; what is due
@@ -34,7 +35,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     broker                                      which of them, and the order of its middleware
     cancelling                                  how a message is cancelled
     actor, last_words                           @actor; what a worker says that cannot begin
-    celery/                                     Celery apps on these workers; without Celery it is not imported
+    celery/                                     Celery apps on these workers, and the worker's browser for Celery's tasks
     deployment, actors                          the entry of `dramatiq asyncworker.actors`
     kept_worker, supervisor                     workers that are replaced when they die
     commands, installing, sending               what the command `asyncworker` does,

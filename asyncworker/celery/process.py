@@ -1,105 +1,124 @@
-"""The signals of a worker process: which of Celery's are sent when, and in which thread.
-
-`worker_process_init` and `worker_process_shutdown` are sent in the thread that runs the bodies of plain functions,
-before its first message and after its last: a synchronous browser that is made there works in these bodies. All others
-are sent in the main thread. No handler has a time limit.
-"""
+"""The loop, the runtime and the browser of one process of a Celery worker: begun, found, and ended."""
 
 from __future__ import annotations
 
+import atexit
 import logging
-import multiprocessing
 import os
-import signal
+import sys
 import threading
-from typing import Any
 
-from celery import signals
+from dramatiq.asyncio import get_event_loop_thread, set_event_loop_thread
 
-from asyncworker.celery.node import Node
+from asyncworker import processes, scratch
+from asyncworker.errors import EngineError, ForkedBrowser
+from asyncworker.identity import new_seed
+from asyncworker.loop import LoopThread
+from asyncworker.middleware import SWITCH_INTERVAL_S
+from asyncworker.runtime import Runtime, set_runtime
+from asyncworker.settings import DEFAULT_SLOTS, Settings
 
 logger = logging.getLogger("asyncworker.celery")
 
-#: How long the thread of remote control may take to end, in s.
-END_S = 3.0
-
 
 class Process:
-    """What Celery is told of this worker process.
+    """What this process has; every method belongs to the process that calls it, also after a fork.
 
     Parameters:
-        nodes: A worker of Celery's for each app.
+        settings: The deployment's.
     """
 
-    def __init__(self, nodes: list[Node]) -> None:
-        self._nodes = nodes
-        self._first: Any = None
-        self._choosing = threading.Lock()
-        self._is_up = threading.Event()
-        self._is_told = threading.Event()
-        self._listeners: list[threading.Thread] = []
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        #: The pid of a worker whose children run the tasks; it never has a browser.
+        self.parent: int | None = None
+        self._seed = settings.seed
+        self._there: tuple[int, LoopThread, Runtime] | None = None
 
-    def thread_began(self, thread: Any) -> None:
-        """In a worker thread before its first message; all wait until what they share is there."""
-        with self._choosing:
-            is_first = self._first is None
-            if is_first:
-                self._first = thread
-        if not is_first:
-            self._is_up.wait()
+    @property
+    def has_begun(self) -> bool:
+        return self._there is not None and self._there[0] == os.getpid()
+
+    def become_parent(self) -> None:
+        """This process will fork: it gets no browser, and those that it forks share its seed."""
+        self.parent = os.getpid()
+        self._draw_seed()
+
+    def check(self) -> None:
+        """Raise ForkedBrowser in a process that has no browser and never will; one that was forked has a loop then."""
+        if self.parent not in (None, os.getpid()):
+            self.begin()
+        elif self.parent is not None:
+            raise ForkedBrowser(
+                "this is the parent of a prefork worker, whose children each have a browser of their own: use it in a "
+                "task, or in a handler of worker_process_init"
+            )
+
+    def begin(self) -> None:
+        """Start the loop, unless there is one; the browser is launched on its first use."""
+        there: object = get_event_loop_thread()
+        if self.has_begun or (isinstance(there, LoopThread) and there.is_here):
             return
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        loop_thread = LoopThread(cleanup_timeout_ms=self.settings.cleanup_timeout_ms)
+        loop_thread.start()
+        runtime = Runtime(self.settings)
+        slots = self.settings.slots or DEFAULT_SLOTS
+        runtime.limit(min(slots, runtime.engine.max_contexts or slots))
+        seed = self._draw_seed()
+        runtime.default_seed = lambda: seed
+        self._there = os.getpid(), loop_thread, runtime
+        set_event_loop_thread(loop_thread)  # type: ignore[arg-type]  # Dramatiq's interface, not its class
+        set_runtime(runtime, loop_thread.loop)
+        atexit.register(self._kill_at_exit, os.getpid())
+        threading.Thread(target=_sweep, name="asyncworker-sweep", daemon=True).start()
+        if self.settings.warm:
+            threading.Thread(target=self._warm, args=(loop_thread, runtime), daemon=True).start()
+
+    def end(self) -> None:
+        """Close the browser and end the loop; nothing when this process has none."""
+        if not self.has_begun or self._there is None:
+            return
+        _, loop_thread, runtime = self._there
+        self._there = None
+        settings = self.settings
         try:
-            for node in self._nodes:
-                node.app.set_current()
-                signals.worker_process_init.send(sender=node.hostname)
+            loop_thread.drain(timeout_ms=settings.stop_timeout_ms)
+            limit_ms = settings.launch_timeout_ms + 3 * settings.close_timeout_ms
+            loop_thread.call(runtime.close(), timeout_ms=limit_ms)
+        except TimeoutError:
+            logger.error("the browsers did not close in time; killing them")
         finally:
-            self._is_up.set()
+            _kill_mine()
+            set_runtime(None)
+            set_event_loop_thread(None)
+            loop_thread.stop()
 
-    def began(self) -> None:
-        """In the main thread, when the worker has begun."""
-        self._is_up.wait()
-        for node in self._nodes:
-            node.announce()
-            listener = threading.Thread(target=_listen, args=(node,), name="asyncworker-celery-control", daemon=True)
-            listener.start()
-            self._listeners.append(listener)
-            node.ready()
+    def _draw_seed(self) -> int:
+        if self._seed is None:
+            self._seed = new_seed()
+        return self._seed
 
-    def stops(self) -> None:
-        """In the main thread, when the worker was told to stop."""
-        for node in self._nodes:
-            signals.worker_shutting_down.send(sender=node.hostname, sig="SIGTERM", how="Warm", exitcode=0)
-        self._is_told.set()
+    def _warm(self, loop_thread: LoopThread, runtime: Runtime) -> None:
+        try:
+            warming = runtime.host.warm(runtime.identity(self._draw_seed()))
+            loop_thread.call(warming, timeout_ms=self.settings.browser_wait_ms + 5_000)
+        except (EngineError, TimeoutError) as error:
+            logger.error("the browser could not be launched at boot: %s", error)
 
-    def thread_ends(self, thread: Any) -> None:
-        """In a worker thread after its last message."""
-        if thread is self._first:
-            self._is_told.wait(END_S)  # the thread hears of the end first, and Celery's order is another
-            for node in self._nodes:
-                signals.worker_process_shutdown.send(sender=node.hostname, pid=os.getpid(), exitcode=0)
-
-    def ended(self) -> None:
-        """In the main thread, when the worker has ended."""
-        for node in self._nodes:
-            node.consumer.is_ending = True
-        for listener in self._listeners:
-            listener.join(END_S)
-        for node in self._nodes:
-            node._send_worker_shutdown()
+    def _kill_at_exit(self, pid: int) -> None:
+        """A worker that was stopped cold sends no signal of its end."""
+        if self.has_begun and pid == os.getpid():
+            _kill_mine()
 
 
-def _listen(node: Node) -> None:
-    """Take remote control, until the worker ends; Celery connects again whenever it has to."""
-    node.app.set_current()
-    try:
-        node.consumer.start()
-        node.consumer.shutdown()
-        node.timer.stop()
-    except SystemExit:  # the command `shutdown`
-        parent = multiprocessing.parent_process()
-        pid = os.getpid() if parent is None else parent.pid
-        logger.warning("told to shut down by remote control; the worker command %s and all its processes stop", pid)
-        if pid is not None:
-            os.kill(pid, signal.SIGTERM)
-    except Exception:
-        logger.exception("remote control and events of %s have ended; tasks go on", node.hostname)
+def _kill_mine() -> None:
+    mine = processes.new_token()
+    processes.kill(lambda token: (token.pid, token.born) == (mine.pid, mine.born))
+
+
+def _sweep() -> None:
+    if killed := processes.sweep():
+        logger.warning("killed %d processes that dead workers left behind", killed)
+    if removed := scratch.sweep():
+        logger.warning("removed %d temporary directories that dead workers left behind", removed)

@@ -24,7 +24,7 @@ from asyncworker.celery.envelope import OPTION, actor_of, delay_ms, facts_of
 from asyncworker.celery.limits import Limits
 from asyncworker.celery.native import NativeSignals
 from asyncworker.celery.node import Node
-from asyncworker.celery.process import Process
+from asyncworker.celery.process_signals import ProcessSignals
 from asyncworker.celery.rates import Rates
 from asyncworker.celery.stores import SCHEME, is_ours
 from asyncworker.errors import ConfigurationError
@@ -103,7 +103,7 @@ class Serving(Middleware):
         self._nodes: list[Node] = []
         self._rates = Rates()
         self._broker: Any = None
-        self._process: Process | None = None
+        self._process: ProcessSignals | None = None
         self._limits: Limits | None = None
 
     # --- boot and shutdown
@@ -133,7 +133,7 @@ class Serving(Middleware):
             for task in node.app.tasks.values():
                 adopt(task)
         self._declare(broker, worker)
-        self._process = Process(self._nodes)
+        self._process = ProcessSignals(self._nodes)
 
     def _set_threads(self, worker: Worker) -> None:
         plain = [task.name for app in self._apps for task in own_tasks(app) if not is_async(task)]

@@ -29,6 +29,7 @@ lineage processes scratch
 engines.capabilities engines.importing engines.profile engines.lifeline engines.storage_state engines.invisible_client
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
 generation launching contexts turn recycling browser probing lending watch loop session runtime
+lane sync_face sync_session
 state_dirs embedded vetting connecting patience settling alarm heartbeat
 unique at_most_once cancellations attempt_log backlog accounting middleware time_limit watchdog interrupts hurry
 redelivery losses retries health_sockets health_server health fitness supervised
@@ -37,8 +38,9 @@ speaking rabbitmq_consumer rabbitmq broker cancelling actor last_words
 asyncworker
 celery celery.names celery.envelope celery.delivery celery.stores celery.channel celery.transport celery.backend
 celery.bodies celery.limits celery.rates celery.pool celery.control celery.native celery.node
-celery.process celery.serving
+celery.process_signals celery.serving
 deployment actors kept_worker supervisor
+celery.process celery.places celery.async_tasks celery.sessions celery.installation
 broker_checks commands installing doctor sending queues dead_letters identities demo demo.site demo.run
 terminal cli_once cli_dead_letters cli_queues cli_reap cli_health cli_cancel cli __main__
 fakes testing pytest_plugin
