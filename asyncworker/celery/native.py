@@ -32,17 +32,19 @@ class NativeSignals(Middleware):
 
     Attributes:
         hostname: The name of its worker here.
+        consumer: The consumer of that, which is who receives messages.
     """
 
     def __init__(self, app: Any) -> None:
         self._app = app
         self.hostname = ""
+        self.consumer: Any = None
         self._tasks: dict[str, Any] = {}
 
     def after_receive_message(self, broker: Broker, message: MessageProxy) -> None:
         if OPTION not in message.options:
             request = self._request(message)
-            signals.task_received.send(sender=self, request=request)
+            signals.task_received.send(sender=self.consumer, request=request)
 
     def begins(self, message: MessageProxy) -> None:
         """The actor's function is called next; told by the last of all middleware."""

@@ -125,7 +125,7 @@ class Serving(Middleware):
         self._limits = Limits(broker, cleanup_s=self._settings.cleanup_timeout_ms / 1000)
         adopt_current_task()
         self._nodes = [Node(app, broker=broker, worker=worker, place=place) for place, app in enumerate(self._apps)]
-        self._native.hostname = self._nodes[0].hostname
+        self._native.hostname, self._native.consumer = self._nodes[0].hostname, self._nodes[0].consumer
         for node in self._nodes:
             node.consumer.queues = queues_of(node.app)
             node.consumer.revoked.look()
