@@ -14,7 +14,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     turn, recycling, browser                    when it is replaced; the owner of all
     probing                                     whether a browser still finishes a navigation
     lending, watch, loop, session, runtime      one attempt on it, and what its code receives
-    lane, sync_face, sync_session               the same for synchronous code, in any thread
+    lane, sync_face                             a synchronous face of a page, for any thread
     state_dirs, embedded, vetting               the edges: a store to begin with, and whether it will do
     connecting, patience                        how it is reached, and waited for
     settling, heartbeat, alarm                  what is done is told together; who lives; what is due
@@ -26,6 +26,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     hurry                                       what a signal stops, and a second one
     redelivery, losses, retries, fitness        which messages are run again; what a worker needs
     health_sockets, health_server, health       how a worker process is, asked from outside
+    sync_session                                a session for synchronous code
     prefetch, supervised                        how much it takes; what stands above it, and hears that it is ready
     precedence, consumer                        which queue comes first; what takes messages off a queue
     exchange, delivery                          how a producer asks the store, and has it take messages

@@ -56,9 +56,24 @@ def install(app: Celery, *, settings: Settings | None = None) -> None:
         (signals.worker_process_init, handlers.process_init),
         (signals.worker_process_shutdown, handlers.process_shutdown),
         (signals.worker_shutdown, handlers.process_shutdown),
-        (app.on_after_finalize, handlers.finalized),
     ):
         signal.connect(handler, weak=False, dispatch_uid=f"asyncworker.celery.{handler.__name__}.{id(signal)}")
+    _watch_declarations(app)
+
+
+def _watch_declarations(app: Celery) -> None:
+    """Have `async def` tasks run also where no worker is, as in a test that calls them eagerly.
+
+    Celery has no signal for a task that is declared; in a worker its own signals find them all.
+    """
+    declare = app._task_from_fun
+
+    def declared(*args: Any, **kwargs: Any) -> Any:
+        task = declare(*args, **kwargs)
+        make_runnable(task)
+        return task
+
+    app._task_from_fun = declared
 
 
 class _App:
@@ -72,10 +87,6 @@ class _Handlers:
         self._app = app
         self._process = process
         self._forks = False
-
-    def finalized(self, **_: Any) -> None:
-        for task in list(self._app.tasks.values()):
-            make_runnable(task)
 
     def worker_init(self, sender: Any = None, **_: Any) -> None:
         """In the main process, before its pool is made."""

@@ -18,6 +18,7 @@ from celery.exceptions import WorkerLostError
 
 from asyncworker import embedded, processes
 from asyncworker.settings import child_environment
+from tests import readme
 from tests.conftest import missing
 from tests.servers import Store
 from tests.site import BehaviourSite
@@ -246,3 +247,26 @@ def test_a_parent_with_a_live_browser_is_not_forked(store: Store, tmp_path: Path
         worker.end()
     assert "has launched Playwright" in worker.text()
     assert "launch none at import" in worker.text()
+
+
+def test_the_readmes_tasks_run_without_a_worker_each_with_a_browser_of_its_own(
+    site: BehaviourSite, tmp_path: Path
+) -> None:
+    (tmp_path / "tasks.py").write_text(readme.files()["tasks.py"])
+    code = """
+import sys, tasks
+url = sys.argv[1]
+print([task.apply(args).get() for task, args in (
+    (tasks.title, (url, 7)), (tasks.two_pages, (url,)), (tasks.without_waiting, (url,)))])
+"""
+    environment = child_environment(ASYNCWORKER_ENGINE="chromium", ASYNCWORKER_STATE_DIR=str(tmp_path / "state"))
+    done = subprocess.run(
+        [sys.executable, "-c", code, f"{site.url}/cookie/set"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.stdout.strip() == "['set', ['set', 'about:blank'], 'set']", done.stderr

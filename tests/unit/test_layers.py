@@ -29,10 +29,11 @@ lineage processes scratch
 engines.capabilities engines.importing engines.profile engines.lifeline engines.storage_state engines.invisible_client
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
 generation launching contexts turn recycling browser probing lending watch loop session runtime
-lane sync_face sync_session
+lane sync_face
 state_dirs embedded vetting connecting patience settling alarm heartbeat
 unique at_most_once cancellations attempt_log backlog accounting middleware time_limit watchdog interrupts hurry
 redelivery losses retries health_sockets health_server health fitness supervised
+sync_session
 prefetch precedence consumer exchange delivery result_watch results producing redis_broker
 speaking rabbitmq_consumer rabbitmq broker cancelling actor last_words
 asyncworker
@@ -162,7 +163,8 @@ print(json.dumps({"done": done, "modules": sorted(sys.modules), "threads": threa
 
 
 @pytest.mark.parametrize(
-    "name", ["asyncworker", "asyncworker.actor", "asyncworker.testing", "asyncworker.pytest_plugin"]
+    "name",
+    ["asyncworker", "asyncworker.actor", "asyncworker.testing", "asyncworker.pytest_plugin", "asyncworker.celery"],
 )
 def test_importing_does_nothing_and_costs_no_browser_library(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-B", "-c", WATCH, name]
@@ -171,6 +173,6 @@ def test_importing_does_nothing_and_costs_no_browser_library(name: str, tmp_path
     assert seen["done"] == []
     assert seen["threads"] == 1
     assert name in seen["modules"]
-    assert (BROWSER_LIBRARIES | {"rich", "typer"}) & set(seen["modules"]) == set()
+    assert (BROWSER_LIBRARIES | {"rich", "typer", "celery", "kombu"}) & set(seen["modules"]) == set()
     assert list(tmp_path.iterdir()) == []
     assert run.stderr == ""
