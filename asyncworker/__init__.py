@@ -38,6 +38,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     commands, installing, sending               what the command `asyncworker` does,
     broker_checks, doctor                       how it looks at what is there,
     queues, dead_letters, identities, demo/     with its demo
+    celery/                                     Celery's tasks, and how they come here
     terminal, cli_once, cli_dead_letters        its words,
     cli_queues, cli_reap, cli_health            its tables,
     cli_cancel, cli                             and what it prints
