@@ -37,8 +37,10 @@ speaking rabbitmq_consumer rabbitmq broker cancelling actor last_words
 asyncworker
 deployment actors kept_worker supervisor
 broker_checks commands installing doctor sending queues dead_letters identities demo demo.site demo.run
-celery
-terminal cli_once cli_dead_letters cli_queues cli_reap cli_health cli_cancel cli __main__
+celery celery.findings
+celery.check_settings celery.check_signals celery.check_sources
+celery.check
+terminal cli_once cli_dead_letters cli_queues cli_reap cli_health cli_cancel cli_celery cli __main__
 fakes testing pytest_plugin
 """
 
