@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncworker.errors import ConfigurationError
-from asyncworker.terminal import Json, console, print_json, say
+from asyncworker.terminal import Json, console, errors, print_json, say
 
 if TYPE_CHECKING:
     from asyncworker.celery.check import Report
@@ -58,6 +59,32 @@ def check(
         for line, style in _lines(report):
             say(line, console, style)
     raise typer.Exit(1 if report.needs_attention else 0)
+
+
+@celery.command(
+    epilog="Exit code 0: all of it is ported; 1: a `# TODO port:` in the code says what is not; 2: it cannot be read.",
+)
+def port(
+    file: Annotated[Path, typer.Argument(help="The module with the tasks.", exists=True, dir_okay=False)],
+) -> None:
+    """Print a module of Celery tasks as one of actors; the file stays as it is.
+
+    What there is to know beside the code is printed to stderr.
+    """
+    _need("celery", "libcst")
+    from asyncworker.celery.port import port as as_actors
+
+    try:
+        source = file.read_text()
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{file} is no text in UTF-8: {error}", name=str(file)) from None
+    result = as_actors(source, str(file))
+    sys.stdout.write(result.code)
+    for note in result.notes:
+        say(f"note: {note}", errors)
+    for name, reasons in result.left.items():
+        say(f"{name} is still a task: {'; '.join(reasons)}", errors, "yellow")
+    raise typer.Exit(1 if result.is_unfinished else 0)
 
 
 def _lines(report: Report) -> Iterator[tuple[str, str | None]]:

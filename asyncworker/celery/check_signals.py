@@ -78,7 +78,9 @@ def receivers() -> Iterator[Receiver]:
             continue
         for _, reference in signal.receivers or ():
             function = reference() if isinstance(reference, weakref.ReferenceType) else reference
-            if hasattr(function, "_dispatch_uid"):  # Celery's own, around one that is connected with retry=True
+            if function is not None and hasattr(
+                function, "_dispatch_uid"
+            ):  # Celery's own, around one that is connected with retry=True
                 function = inspect.getclosurevars(function).nonlocals.get("retry_fun", function)
             if function is not None and not _is_celerys(function):
                 yield Receiver(name, function)

@@ -40,6 +40,10 @@ broker_checks commands installing doctor sending queues dead_letters identities 
 celery celery.findings
 celery.check_settings celery.check_signals celery.check_sources
 celery.check
+celery.port_options celery.port_types
+celery.port_body celery.port_imports celery.port_sends
+celery.port_task
+celery.port
 terminal cli_once cli_dead_letters cli_queues cli_reap cli_health cli_cancel cli_celery cli __main__
 fakes testing pytest_plugin
 """
