@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import libcst as cst
 import libcst.matchers as m
 
+from asyncworker.celery.port_body import MARK, with_comments
 from asyncworker.celery.port_imports import used_names, with_imports
 from asyncworker.celery.port_options import code
 from asyncworker.celery.port_sends import Sends
 from asyncworker.celery.port_task import Ported, port_task
-from asyncworker.celery.port_types import BROWSER_TYPE, LAUNCHES, PLAYWRIGHT, SHARED, Types
+from asyncworker.celery.port_types import BROWSER_TYPE, PLAYWRIGHT, SHARED, Types
 from asyncworker.errors import ConfigurationError
-
-MARK = "# TODO port:"
 
 #: Said once for what is no line's matter.
 NOTES = {
@@ -85,13 +85,15 @@ class _Porting:
         sends = Sends(self.ported.keys() - plain, plain)
         body = [each.visit(sends) for each in body]  # type: ignore[misc]
         self.needs |= sends.needs
-        body = [_marked(each, sends.reasons.pop(id(each), [])) for each in body]
+        loggers = _Loggers()
+        body = [each.visit(loggers) for each in body]  # type: ignore[misc]
+        self.needs |= loggers.needs
         body, launched = self._without_browser(list(body))
         body = self._without_app(body)
         module = with_imports(self.module.with_changes(body=body), self.module, self.needs)
         return Result(module.code, sorted(self.ported), self.left, list(self._notes(launched)))
 
-    def _statement(self, statement: cst.BaseStatement) -> cst.BaseStatement:
+    def _statement(self, statement: Any) -> Any:
         if isinstance(statement, cst.ClassDef) and any(code(each.value).endswith("Task") for each in statement.bases):
             return self._leave(statement.name.value, statement, ["it is a class"])
         if not isinstance(statement, cst.FunctionDef) or not _is_task(statement):
@@ -104,9 +106,9 @@ class _Porting:
         self.needs |= made.needs
         return made.function
 
-    def _leave(self, name: str, statement: cst.BaseStatement, reasons: list[str]) -> cst.BaseStatement:
+    def _leave(self, name: str, statement: cst.BaseStatement, reasons: list[str]) -> Any:
         self.left[name] = reasons
-        return _marked(statement, reasons)
+        return with_comments(statement, reasons)
 
     def _without_browser(self, body: list[cst.BaseStatement]) -> tuple[list[cst.BaseStatement], bool]:
         """Drop the browser of the process and its handlers, unless something else uses them."""
@@ -116,7 +118,8 @@ class _Porting:
             return staying, bool(going)
         reason = "what is left uses this browser"
         return [
-            _marked(each, [reason]) if isinstance(each, cst.FunctionDef) and each in going else each for each in body
+            with_comments(each, [reason]) if isinstance(each, cst.FunctionDef) and each in going else each
+            for each in body
         ], False
 
     def _is_browsers(self, statement: cst.BaseStatement) -> bool:
@@ -156,7 +159,7 @@ class _Porting:
             for user in users:
                 if isinstance(user, cst.SimpleStatementLine):
                     place = next(number for number, each in enumerate(body) if each is user)
-                    body[place] = _marked(user, ["this is about the Celery app"])
+                    body[place] = with_comments(user, ["this is about the Celery app"])
         return body
 
     def _notes(self, launched: bool) -> Iterator[str]:
@@ -168,6 +171,20 @@ class _Porting:
             yield NOTES["seed"]
         if launched:
             yield NOTES["launch"]
+
+
+class _Loggers(cst.CSTTransformer):
+    """`get_task_logger(name)` as `logging.getLogger(name)`; the session has one whose lines name the message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.needs: set[str] = set()
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
+        if code(original_node.func) != "get_task_logger":
+            return updated_node
+        self.needs.add("logging")
+        return updated_node.with_changes(func=cst.parse_expression("logging.getLogger"))
 
 
 def _is_task(function: cst.FunctionDef) -> bool:
@@ -223,13 +240,3 @@ def _targets(assign: cst.Assign | cst.AnnAssign) -> list[str]:
 
 def _lines(body: cst.BaseSuite) -> Iterable[cst.BaseStatement]:
     return body.body if isinstance(body, cst.IndentedBlock) else []
-
-
-def _marked(statement: cst.BaseStatement, reasons: Iterable[str]) -> cst.BaseStatement:
-    lines = [cst.EmptyLine(indent=True, comment=cst.Comment(f"{MARK} {' '.join(each.split())}")) for each in reasons]
-    if not lines:
-        return statement
-    return statement.with_changes(leading_lines=[*statement.leading_lines, *lines])  # type: ignore[attr-defined]
-
-
-__all__ = ["LAUNCHES", "Result", "port"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,30 @@ import libcst as cst
 import libcst.matchers as m
 
 from asyncworker.celery.port_options import Options, code, milliseconds
-from asyncworker.celery.port_types import ENTRY, PLAYWRIGHT, SHARED, Types
+from asyncworker.celery.port_types import ENTRY, PLAYWRIGHT, SHARED, Types, is_class, item_of
+
+#: What stands above what was not ported.
+MARK = "# TODO port:"
+
+#: Functions that call no method of what they are handed.
+_HARMLESS = (
+    "print",
+    "len",
+    "list",
+    "tuple",
+    "set",
+    "str",
+    "repr",
+    "isinstance",
+    "bool",
+    "enumerate",
+    "reversed",
+    "zip",
+)
+
+#: What blocks the loop; in a task it blocks nothing but that.
+_BLOCKING = ("requests.", "urllib.request.", "subprocess.run", "subprocess.check_", "subprocess.call", "httpx.get",
+             "httpx.post", "smtplib.")  # fmt: skip
 
 _OPENERS = {"new_page": "page", "new_context": "context"}
 
@@ -230,7 +253,16 @@ class Body(cst.CSTTransformer):
             self.needs.add("asyncio")
             self._check_place("time.sleep()")
             return cst.Await(expression=updated_node.with_changes(func=cst.parse_expression("asyncio.sleep")))
+        if self._is_strangers(original_node):
+            self.reasons.append(f"{code(original_node.func)}() is handed a thing of Playwright: make it async first")
         return updated_node
+
+    def _is_strangers(self, call: cst.Call) -> bool:
+        """True for a function that receives a page, say, and whose code is not seen from here."""
+        if isinstance(call.func, cst.Attribute) and self.types.of(call.func.value) is not None:
+            return False
+        kinds = [self.types.of(each.value) or "" for each in call.args]
+        return code(call.func) not in _HARMLESS and any(is_class(item_of(kind) or kind) for kind in kinds)
 
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> Any:
         if isinstance(updated_node.value, cst.Await) and not updated_node.value.lpar:
@@ -301,6 +333,25 @@ class Body(cst.CSTTransformer):
     def _check_place(self, what: str) -> None:
         if len(self._inner) > 1:
             self.reasons.append(f"{what} stands in a function within the task, which would have to be awaited, too")
+
+
+class Blocking(cst.CSTTransformer):
+    """Marks the statements of an actor that block its loop."""
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> Any:
+        calls = [code(each.func) for each in m.findall(original_node, m.Call()) if isinstance(each, cst.Call)]
+        found = [each for each in calls if each.startswith(_BLOCKING)]
+        return with_comments(
+            updated_node, [f"{each}() blocks the loop: await asyncio.to_thread(...)" for each in found]
+        )
+
+
+def with_comments(statement: Any, reasons: Iterable[str]) -> Any:
+    """A statement with a `# TODO port:` for each of these above it."""
+    lines = [cst.EmptyLine(indent=True, comment=cst.Comment(f"{MARK} {' '.join(each.split())}")) for each in reasons]
+    return statement.with_changes(leading_lines=[*statement.leading_lines, *lines]) if lines else statement
 
 
 _SHARED = (SHARED, PLAYWRIGHT)

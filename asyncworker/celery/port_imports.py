@@ -14,7 +14,7 @@ from asyncworker.celery.port_options import code
 _OURS = ("Session", "actor", "get_broker")
 
 
-def with_imports(module: cst.Module, before: cst.Module, needs: Collection[str]) -> cst.Module:
+def with_imports(module: cst.Module, before: cst.Module, needs: set[str]) -> cst.Module:
     """Correct the imports.
 
     Parameters:
@@ -22,6 +22,8 @@ def with_imports(module: cst.Module, before: cst.Module, needs: Collection[str])
         before: The module as it was: what it did not use then stays.
         needs: What it has to import now.
     """
+    here = {each.strip() for each in before.code.splitlines()}
+    here = {name for name in needs if f"import {name}" in here}
     gone = used_names(before.body) - used_names(module.body)
     body: list[Any] = []
     above: list[cst.EmptyLine] = []  # of imports that are gone
@@ -34,7 +36,7 @@ def with_imports(module: cst.Module, before: cst.Module, needs: Collection[str])
             lines = [*above, *kept.leading_lines] if _is_import(kept) else [*_comments(above), *kept.leading_lines]
             kept, above = kept.with_changes(leading_lines=lines), []
         body.append(kept)
-    standard = [cst.parse_statement("import asyncio")] if "asyncio" in needs else []
+    standard = [cst.parse_statement(f"import {name}") for name in ("asyncio", "logging") if name in needs - here]
     _insert(body, [cst.parse_statement(line) for line in _lines(needs)], _first_of_others(body))
     _insert(body, standard, _first(body))
     return module.with_changes(body=body)

@@ -7,6 +7,7 @@ from typing import Any
 
 import libcst as cst
 
+from asyncworker.celery.port_body import with_comments
 from asyncworker.celery.port_options import code, milliseconds
 
 #: What a task can do that an actor cannot.
@@ -19,18 +20,14 @@ class Sends(cst.CSTTransformer):
     Parameters:
         actors: The names of those with a session, which can be sent from a loop.
         plain: The names of the others.
-
-    Attributes:
-        reasons: By the id of a statement of the module: what in it has no counterpart.
     """
 
     def __init__(self, actors: Collection[str], plain: Collection[str]) -> None:
         super().__init__()
         self.actors, self.plain = set(actors), set(plain)
         self.needs: set[str] = set()
-        self.reasons: dict[int, list[str]] = {}
         self._functions: list[bool] = []
-        self._found: list[str] = []
+        self._found: list[str] = []  # what has no counterpart, in the statement that is looked at
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
         self._functions.append(node.asynchronous is not None)
@@ -71,22 +68,15 @@ class Sends(cst.CSTTransformer):
     def _sent(self, name: str, method: str, call: cst.Call) -> Any:
         on_loop = bool(self._functions) and self._functions[-1]
         if on_loop and name in self.plain:
-            self.needs.add("get_broker")
-            if method != "send":
-                self._found.append(f"{name} is sent from a loop with options: use get_broker().aenqueue()")
-            message = call.with_changes(func=cst.parse_expression(f"{name}.message"))
-            sent = cst.Call(cst.parse_expression("get_broker().aenqueue"), [cst.Arg(message)])
-            return cst.Await(sent)
+            self.needs.add("asyncio")
+            function = cst.Arg(cst.parse_expression(f"{name}.{method}"))
+            return cst.Await(cst.Call(cst.parse_expression("asyncio.to_thread"), [function, *call.args]))
         new = call.with_changes(func=cst.parse_expression(f"{name}.{'a' if on_loop else ''}{method}"))
         return cst.Await(new) if on_loop else new
 
     def _noted(self, statement: Any) -> Any:
-        """The reasons of a statement: the outermost one's are marked by whoever has the module."""
         found, self._found = self._found, []
-        if not found:
-            return statement
-        lines = [cst.EmptyLine(indent=True, comment=cst.Comment(f"# TODO port: {each}")) for each in found]
-        return statement.with_changes(leading_lines=[*statement.leading_lines, *lines])
+        return with_comments(statement, found)
 
 
 def _options_of(call: cst.Call) -> list[cst.Arg] | None:

@@ -9,7 +9,7 @@ from typing import cast
 import libcst as cst
 import libcst.matchers as m
 
-from asyncworker.celery.port_body import Body, Plan, plan
+from asyncworker.celery.port_body import Blocking, Body, Plan, plan
 from asyncworker.celery.port_options import NotPortable, code, read, written
 from asyncworker.celery.port_types import Types, annotated
 
@@ -58,7 +58,7 @@ def _ported(function: cst.FunctionDef, shared: Mapping[str, str], constants: Col
     made = plan(function, types, constants)
     body = Body(types, made, options, self_name)
     new = cast(cst.FunctionDef, function.visit(body))
-    if self_name is not None:
+    if self_name is not None and not body.reasons:
         body.reasons += _uses_of(self_name, new.body)
     is_plain = not body.uses_browser and "seed" not in names
     if is_plain and ("asyncio" in body.needs or m.findall(new.body, m.Name("session"))):
@@ -88,7 +88,7 @@ def _with_session(
     options = dict(actor)
     if made.context_options is not None:
         options["context_options"] = made.context_options
-    decorated = _decorated(new, "actor", options)
+    decorated = cast(cst.FunctionDef, _decorated(new, "actor", options).visit(Blocking()))
     return Ported(
         decorated.with_changes(
             params=_with_seed_by_name(parameters),

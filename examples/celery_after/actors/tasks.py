@@ -22,8 +22,8 @@ async def title(session: Session, url: str, *, seed: int | None = None) -> str:
 
 @actor(
     store_results=True,
-    retry_when=lambda retries, error: retries < 3 and isinstance(error, Retry),
     time_limit=60_000,
+    retry_when=lambda retries, error: retries < 3 and isinstance(error, Retry),
     context_options={"viewport": {"width": 390, "height": 844}, "locale": "en-US"},
 )
 async def price(session: Session, url: str, *, seed: int | None = None) -> dict[str, object]:
@@ -43,7 +43,7 @@ async def price(session: Session, url: str, *, seed: int | None = None) -> dict[
 
 @actor(
     store_results=True,
-    retry_when=lambda retries, error: retries < 3 and isinstance(error, (Error,)),
+    retry_when=lambda retries, error: retries < 3 and isinstance(error, Error),
     min_backoff=1_000,
     max_backoff=600_000,
 )
