@@ -83,10 +83,10 @@ class _Porting:
         body = [self._statement(each) for each in self.module.body]
         plain = {name for name, each in self.ported.items() if each.is_plain}
         sends = Sends(self.ported.keys() - plain, plain)
-        body = [each.visit(sends) for each in body]  # type: ignore[misc]
+        body = [each.visit(sends) for each in body]
         self.needs |= sends.needs
         loggers = _Loggers()
-        body = [each.visit(loggers) for each in body]  # type: ignore[misc]
+        body = [each.visit(loggers) for each in body]
         self.needs |= loggers.needs
         body, launched = self._without_browser(list(body))
         body = self._without_app(body)
