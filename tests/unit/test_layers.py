@@ -43,7 +43,14 @@ celery.process_signals celery.serving
 deployment actors kept_worker supervisor
 celery.process celery.places celery.async_tasks celery.sessions celery.installation
 broker_checks commands installing doctor sending queues dead_letters identities demo demo.site demo.run
-terminal cli_once cli_dead_letters cli_queues cli_reap cli_health cli_cancel cli __main__
+celery.findings
+celery.check_settings celery.check_signals celery.check_sources
+celery.check
+celery.port_options celery.port_types
+celery.port_body celery.port_imports celery.port_sends
+celery.port_task
+celery.port
+terminal cli_once cli_dead_letters cli_queues cli_reap cli_health cli_cancel cli_celery cli __main__
 fakes testing pytest_plugin
 """
 
