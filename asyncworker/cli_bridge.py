@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from asyncworker.celery.bridge import Bridge, Report
 
 CODES = (
-    "Exit code 0: stopped in order, or with --once all of it is here; 1: the same, but messages that cannot be read are "
-    "left at the source; 2: it cannot be done, and why."
+    "Exit code 0: stopped in order, or with --once all of it is here; 1: the same, but messages that cannot be read "
+    "are left at the source; 2: it cannot be done, and why."
 )
 
 
@@ -67,8 +67,7 @@ def _bridge(
     url: str, queues: list[str], options: dict[str, Any], max_priority: int | None, lease_ms: int
 ) -> Iterator[Bridge]:
     from asyncworker.broker import make_broker
-    from asyncworker.celery.bridge import Bridge
-    from asyncworker.celery.sources import open_source
+    from asyncworker.celery.bridge import Bridge, open_source
     from asyncworker.celery.stores import store_of
     from asyncworker.urls import SecretUrl
 

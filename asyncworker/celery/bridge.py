@@ -20,17 +20,19 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import redis
 
 from asyncworker.celery.envelope import enveloped, facts_of
+from asyncworker.celery.source_amqp import AmqpSource
+from asyncworker.celery.source_redis import RedisSource
 from asyncworker.celery.sources import Source, Taken
-from asyncworker.errors import AsyncworkerError, BrokerUnavailable
+from asyncworker.errors import AsyncworkerError, BrokerUnavailable, ConfigurationError
 from asyncworker.producing import ProducerBroker, ToSend
+from asyncworker.urls import SecretUrl
 
 #: So many messages are taken, enqueued and acknowledged together.
 MOST_TOGETHER = 100
@@ -43,6 +45,10 @@ PAUSE_S = 1.0
 KEPT_MS = 24 * 3_600_000
 
 MARK = "asyncworker:bridged:"
+
+#: Kombu's transports that messages are taken from.
+REDIS = ("redis", "rediss", "sentinel")
+AMQP = ("amqp", "amqps", "pyamqp")
 
 Say = Callable[[str], None]
 
@@ -65,6 +71,38 @@ class Report:
 
     def facts(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def open_source(
+    url: SecretUrl,
+    queues: Sequence[str],
+    *,
+    options: Mapping[str, Any] | None = None,
+    max_priority: int | None = None,
+    lease_ms: int,
+) -> Source:
+    """Connect to a source.
+
+    Parameters:
+        options: The app's `broker_transport_options`.
+        max_priority: With RabbitMQ, its queues' `x-max-priority`; None: they have none, and ignore priorities.
+        lease_ms: A bridge that was not heard of for this long has died, and what it held is taken back.
+
+    Raises:
+        BrokerUnavailable: When it does not answer.
+        ConfigurationError: When it is neither Redis nor RabbitMQ.
+        NotThere: When RabbitMQ has no such queue.
+    """
+    scheme = url.value.partition("://")[0].partition("+")[0].lower()
+    if scheme in REDIS:
+        return RedisSource(url, queues, options=options or {}, lease_ms=lease_ms)
+    if scheme in AMQP:
+        return AmqpSource(url, queues, options=options or {}, max_priority=max_priority)
+    raise ConfigurationError(
+        f"--from {url}: messages are taken from {', '.join(f'{each}://' for each in (*REDIS, *AMQP))} as Celery has "
+        "them in its broker_url, and from nothing else",
+        name="--from",
+    )
 
 
 class Bridge:
@@ -180,7 +218,7 @@ class Bridge:
         asked = [mark for mark, (taken, _) in waiting.items() if taken.may_be_known]
         while asked:
             try:
-                found: list[Any] = self._marks.mget([MARK + mark for mark in asked])  # type: ignore[assignment]
+                found: list[Any] = self._marks.mget([MARK + mark for mark in asked])
             except redis.RedisError as error:
                 self._source.stay()
                 self._away(BrokerUnavailable(f"the store of the deployment does not answer: {error}"), once)

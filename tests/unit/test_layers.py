@@ -37,7 +37,8 @@ speaking rabbitmq_consumer rabbitmq broker cancelling actor last_words
 asyncworker
 celery celery.names celery.envelope celery.delivery celery.stores celery.channel celery.transport celery.backend
 celery.bodies celery.limits celery.rates celery.pool celery.control celery.native celery.node
-celery.process celery.serving celery.sources celery.bridge
+celery.process celery.serving
+celery.sources celery.source_redis celery.source_amqp celery.bridge
 deployment actors kept_worker supervisor
 broker_checks commands installing doctor sending queues dead_letters identities demo demo.site demo.run
 terminal cli_once cli_dead_letters cli_queues cli_reap cli_health cli_cancel cli_bridge cli __main__
