@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,17 +187,18 @@ def test_what_the_broker_here_does_not_take_is_sent_again_and_what_it_took_is_no
         raise BrokerUnavailable("it went away", sent=False, taken=taken, untaken=given[2:])
 
     monkeypatch.setattr(deployment.broker, "send_many", takes_half)
-    marks = store_of(f"asyncworker+unix://{embedded.ensure(deployment.settings.state_dir)}")
-    made = Bridge(
-        open_source(SecretUrl(source), ["celery"], lease_ms=1_000), deployment.broker, marks, on_news=news.append
-    )
-    monkeypatch.setattr("asyncworker.celery.bridge.LOOK_S", 0.01)
-    monkeypatch.setattr(made._source, "is_drained", lambda: True)
-    monkeypatch.setattr(made, "_away", lambda error, once: news.append(str(error)))
-    report = made.run(once=True)
-    assert (report.moved, news) == (4, ["it went away"])
+    with contextlib.closing(store_of(f"asyncworker+unix://{embedded.ensure(deployment.settings.state_dir)}")) as marks:
+        taken_from = open_source(SecretUrl(source), ["celery"], lease_ms=1_000)
+        bridge = Bridge(taken_from, deployment.broker, marks, on_news=news.append)
+        thread = threading.Thread(target=bridge.run)
+        thread.start()
+        try:
+            wait_until(lambda: bridge.report.moved == 4 and not lists.keys("asyncworker.bridge.*:*"), "all came over")
+        finally:
+            bridge.stop()
+            thread.join()
+    assert news == ["it went away; trying again"]
     assert sorted(each.message_id for each in everything(deployment)) == sorted(sent)
-    marks.close()
 
 
 @pytest.mark.parametrize(
