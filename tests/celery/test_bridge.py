@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from asyncworker.celery.bridge import Bridge, open_source
 from asyncworker.celery.envelope import opened
 from asyncworker.celery.names import to_dramatiq
 from asyncworker.celery.stores import store_of
-from asyncworker.errors import BrokerUnavailable
+from asyncworker.errors import BrokerUnavailable, ConfigurationError
 from asyncworker.urls import SecretUrl
 from tests import operating
 from tests.celery.sides import HOME, our_side, records_in
@@ -79,9 +80,9 @@ def bridged(deployment: Deployment, source: str, *options: str, code: int = 0) -
     return operating.facts(deployment, "celery", "bridge", "--from", source, "--once", *LEASE, *options, code=code)
 
 
-def killed(deployment: Deployment, source: str, step: str, count: int) -> None:
+def killed(deployment: Deployment, source: str, step: str, count: int, *options: str) -> None:
     """Run a bridge that is killed at this step."""
-    command = [sys.executable, "killed_bridge.py", step, str(count), "--from", source, *LEASE]
+    command = [sys.executable, "killed_bridge.py", step, str(count), "--from", source, *LEASE, *options]
     ended = subprocess.run(
         command,
         cwd=HOME,
@@ -147,12 +148,26 @@ def test_what_cannot_be_read_is_left_where_it_was_and_named_and_the_others_come_
     unreadable = [b"no JSON", b'{"a": 1}', lists.lindex("celery", 0)]
     lists.lpush("celery", *unreadable[:2])
     sent = old.send_task("facts.ok", (1,))
-    for moved in (1, 0):
-        report = bridged(deployment, source, code=1)
-        assert report["moved"] == moved
-        assert len(report["left"]) == 3, report
-        assert "'no JSON'" in report["left"][1], report
-        assert set(lists.lrange("celery", 0, -1)) == set(unreadable)
+    report = bridged(deployment, source, code=1)
+    assert report["moved"] == 1
+    assert len(report["left"]) == 3, report
+    assert "'no JSON'" in report["left"][1], report
+    assert set(lists.lrange("celery", 0, -1)) == set(unreadable)
+    assert [each.message_id for each in everything(deployment)] == [sent.id]
+
+
+def test_what_a_worker_of_celerys_held_when_it_was_killed_is_counted_and_brought_back_when_told(
+    deployment: Deployment, source: str, old: Celery
+) -> None:
+    sent = old.send_task("facts.ok", (1,))
+    with old.connection_for_read() as connection:
+        channel = connection.channel()
+        channel.do_restore = False  # as one that is killed
+        assert channel.basic_get("celery") is not None
+    report = bridged(deployment, source)
+    assert (report["moved"], report["with_workers"]) == (0, 1)
+    report = bridged(deployment, source, "--option", "visibility_timeout=0")
+    assert (report["moved"], report["with_workers"]) == (1, 0)
     assert [each.message_id for each in everything(deployment)] == [sent.id]
 
 
@@ -201,16 +216,12 @@ def test_what_the_broker_here_does_not_take_is_sent_again_and_what_it_took_is_no
     assert sorted(each.message_id for each in everything(deployment)) == sorted(sent)
 
 
-@pytest.mark.parametrize(
-    ("url", "said"),
-    [("sqs://x:secret@host", "from nothing else"), ("redis://u:secret@127.0.0.1:1/0", "does not answer")],
-)
-def test_a_source_that_cannot_be_used_is_named_without_its_password(
-    deployment: Deployment, url: str, said: str
-) -> None:
-    ended = operating.run(deployment, "celery", "bridge", "--from", url)
+def test_a_source_that_cannot_be_used_is_named_without_its_password(deployment: Deployment) -> None:
+    with pytest.raises(ConfigurationError, match=r"sqs://x:\*\*\*@host: messages are taken from"):
+        open_source(SecretUrl("sqs://x:secret@host"), ["celery"], lease_ms=1_000)
+    ended = operating.run(deployment, "celery", "bridge", "--from", "redis://u:secret@127.0.0.1:1/0")
     assert ended.returncode == 2
-    assert said in ended.stderr
+    assert "the source (redis://u:***@127.0.0.1:1/0) does not answer" in ended.stderr
     assert "secret" not in ended.stderr
     assert "Traceback" not in ended.stderr
 
@@ -233,13 +244,19 @@ def test_tasks_of_rabbitmq_come_over_once_and_the_greatest_priority_is_the_most_
     sent = {old.send_task("facts.ok", (number,), priority=number % 11).id: number for number in range(TASKS)}
     with old.producer_pool.acquire() as producer:
         producer.publish({"hello": "world"}, routing_key="celery", serializer="json")
-    killed(deployment, rabbit.url, "taken", 2)
-    killed(deployment, rabbit.url, "enqueued", 2)
-    packed = old.send_task("facts.ok", (1, "ä" * 500), compression="zlib")
-    sent[packed.id] = 0
-    report = bridged(deployment, rabbit.url, "--max-priority", "10", code=1)
+    priorities = ("--max-priority", "10")
+    killed(deployment, rabbit.url, "taken", 2, *priorities)
+    killed(deployment, rabbit.url, "enqueued", 2, *priorities)
+    packed = old.send_task("facts.ok", (1, "ä" * 500), compression="zlib", priority=10)
+    sent[packed.id] = 10
+    report = bridged(deployment, rabbit.url, *priorities, code=1)
     assert (report["known"], len(report["left"])) == (20, 1)
     assert Counter(each.message_id for each in everything(deployment)) == Counter(list(sent))
+    steps = [
+        {sent[each.message_id] % 11 for each in here(deployment, to_dramatiq("celery", step))} for step in (0, 3, 6, 9)
+    ]
+    assert set.union(*steps) == set(range(11))
+    assert all(min(urgent) > max(less) for urgent, less in itertools.pairwise(steps)), steps
     payload = opened(next(each for each in everything(deployment) if each.message_id == packed.id).options)
     assert payload["headers"]["compression"] == "application/x-gzip"
     assert payload["properties"]["correlation_id"] == packed.id
