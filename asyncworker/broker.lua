@@ -395,7 +395,7 @@ local function take_from(who, name, its_bodies, its_list, is_known)
     for _, id in ipairs(is_known and ids or {}) do
         if redis.call("sismember", ahead, id) == 0 then redis.call("hincrby", losses, id, 1) end
     end
-    forget_some_losses()
+    if is_known and #ids > 0 then forget_some_losses() end
     redis.call("del", acks, ahead)
     return #ids
 end

@@ -53,13 +53,15 @@ def ensure(state_dir: Path) -> Path:
     path = socket_path(state_dir)
     refuse_another_users(state_dir)
     refuse_a_strangers(path.parent, state_dir)
-    if _ping(path) is _Answer.pong:
+    answer = _ping(path)
+    if answer is _Answer.ready:
         return path
-    make_state_dir(state_dir)
-    with _locked(state_dir):
-        if not _answers_in_time(state_dir, path):
-            _refuse_after_down(state_dir, path)
-            _start(state_dir, path)
+    if answer is _Answer.none:
+        make_state_dir(state_dir)
+        with _locked(state_dir):
+            if not _answers_in_time(state_dir, path):
+                _refuse_after_down(state_dir, path)
+                _start(state_dir, path)
     _wait_while_it_loads(path)
     return path
 
@@ -103,19 +105,18 @@ def answers(path: Path, *, timeout_ms: int = 2_000) -> bool:
 
 class _Answer(enum.Enum):
     none = enum.auto()
-    pong = enum.auto()
-    refusal = enum.auto()
     loading = enum.auto()
+    ready = enum.auto()  # also to refuse, for a reason that does not pass by itself
 
 
 def _ping(path: Path, *, timeout_ms: int = 2_000) -> _Answer:
     with contextlib.closing(_client(path, timeout_ms)) as client:
         try:
-            return _Answer.pong if path.exists() and client.ping() else _Answer.none
+            return _Answer.ready if path.exists() and client.ping() else _Answer.none
         except redis.exceptions.BusyLoadingError:
             return _Answer.loading
         except _REFUSALS:
-            return _Answer.refusal
+            return _Answer.ready
         except (redis.RedisError, OSError):
             return _Answer.none
 

@@ -84,10 +84,10 @@ class Hurry(Middleware):
 
     def _listener(self, broker: Any, worker: Worker, dramatiqs: Handler) -> Handler:
         def hear(number: int, frame: FrameType | None) -> None:
-            if self._told and number not in self._told:  # a reload that a stop overtakes, or the other way round
-                self._told.add(number)
-                return
+            is_the_same_stop = bool(self._told) and number not in self._told  # a reload that a stop overtakes
             self._told.add(number)
+            if is_the_same_stop:
+                return
             _begin_no_more(broker, worker)
             try:
                 dramatiqs(number, frame)

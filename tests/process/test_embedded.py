@@ -108,6 +108,15 @@ def test_the_server_listens_on_a_socket_of_this_user_and_on_no_port(state_dir: P
     assert not [one for one in psutil.Process(pid_of(state_dir)).net_connections("inet") if one.status == "LISTEN"]
 
 
+def test_a_server_with_much_to_read_is_handed_out_when_it_has_read_it(state_dir: Path) -> None:
+    keys = 400_000
+    with client(embedded.ensure(state_dir)) as server:
+        server.eval("for i = 1, ARGV[1] do redis.call('set', 'key' .. i, i) end", 0, keys)
+    embedded.stop(state_dir, for_good=False)
+    with client(embedded.ensure(state_dir)) as server:
+        assert server.dbsize() == keys
+
+
 def test_asking_again_gives_the_same_server(state_dir: Path) -> None:
     assert embedded.ensure(state_dir) == embedded.ensure(state_dir)
     assert servers_in(state_dir) == [pid_of(state_dir)]

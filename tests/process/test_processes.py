@@ -443,3 +443,11 @@ def test_this_process_does_not_stand_under_its_own_launches(start: Start) -> Non
     )
     assert [process.ppid() for process in found] == [os.getpid()]
     assert kill(lambda token: (token.pid, token.born) == (mine.pid, mine.born)) == 1
+
+
+def test_a_process_is_never_told_to_be_older_than_what_was_before_it() -> None:
+    for _ in range(5):
+        before = time.time()
+        script = "from asyncworker.processes import up_since; print(up_since())"
+        told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+        assert float(told.stdout) >= before
