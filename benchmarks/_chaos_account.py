@@ -38,6 +38,7 @@ class Account:
         lost: Rows of attempts that were lost.
         false_losses: Of these, such as no kill and no long freeze of their worker explains.
         again: Attempts that succeeded after another one of the same message had.
+        left_open: Rows that say that an attempt runs when all is over.
     """
 
     succeeded: set[str] = field(default_factory=set)
@@ -51,6 +52,7 @@ class Account:
     lost: int = 0
     false_losses: int = 0
     again: int = 0
+    left_open: int = 0
     attempts: Counter[str] = field(default_factory=Counter)
 
 
@@ -71,6 +73,9 @@ def account(broker: WorkerBroker, sent: Sent, folder: Path, journal: list[Done])
             found.attempts[row.outcome] += 1
             if row.outcome is Outcome.lost:
                 _note_loss(found, row, journal)
+            if row.closed_ms is None:
+                found.left_open += 1
+                found.broken.append(f"is over, and has a row that was left open: {rows}")
     _note_effects(found, folder / "effects.db")
     return found
 
@@ -132,7 +137,8 @@ def recoveries_ms(folder: Path, journal: list[Done]) -> tuple[list[float], int]:
     """From the SIGKILL of a browser's main process to the next page done in that worker, in ms.
 
     Returns:
-        The times, and how many kills tell none: the worker or the store met another fault before that page.
+        The times, and how many kills tell none: the worker or the store met another fault before that page, or was not
+        over an earlier one when the browser was killed.
     """
     pages: dict[int, list[tuple[float, float]]] = {}
     for line in (folder / "pages").read_text().splitlines():
@@ -142,14 +148,23 @@ def recoveries_ms(folder: Path, journal: list[Done]) -> tuple[list[float], int]:
     for kill in journal:
         if (kill.fault.deed, kill.fault.target) != (Deed.kill, Target.browser) or kill.pid is None:
             continue
-        served = min((done for began, done in pages.get(kill.worker or 0, []) if began > kill.at), default=None)
-        if served is None or any(_disturbs(other, kill, served) for other in journal if other is not kill):
+        mine = pages.get(kill.worker or 0, [])
+        served = _next_page(mine, kill.at)
+        if served is None or any(_disturbs(other, kill, served, mine) for other in journal if other is not kill):
             disturbed += 1
         else:
             took.append((served - kill.at) * 1000)
     return took, disturbed
 
 
-def _disturbs(other: Done, kill: Done, served: float) -> bool:
-    concerns = other.fault.target is Target.store or other.worker == kill.worker
-    return concerns and other.at <= served and other.until >= kill.at
+def _next_page(pages: list[tuple[float, float]], after: float) -> float | None:
+    """When the first page was done that began after this."""
+    return min((done for began, done in pages if began > after), default=None)
+
+
+def _disturbs(other: Done, kill: Done, served: float, pages: list[tuple[float, float]]) -> bool:
+    """Whether another fault, from its time to the next page that this worker began and ended, met this one."""
+    if other.fault.target is not Target.store and other.worker != kill.worker:
+        return False
+    over = _next_page(pages, other.until) or served
+    return other.at <= served and over >= kill.at

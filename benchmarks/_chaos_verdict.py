@@ -21,6 +21,9 @@ OUTLIVE_S = 5.0
 #: A killed browser is back serving within this, in ms.
 BACK_MS = 1_000.0
 
+#: One of twenty may take longer where the machine is so loaded that raw Playwright does: at most so many times as long.
+BESIDE_RAW = 1.25
+
 #: The last quarter's memory is at most so many times the first one's.
 GROWTH = 1.5
 
@@ -90,12 +93,15 @@ def judge(facts: Facts) -> Report:
         Check("slots in use at the end by the ledger", in_use, "==", 0),
         _memory(facts),
         Check("attempts that were lost without a cause", found.false_losses, "==", 0),
+        Check("rows of attempts left open", found.left_open, "==", 0),
         Check("exit code of `asyncworker up`", facts.exit_code, "==", 0),
         Check("looks at the processes that failed", len(facts.watch_errors), "==", 0),
         Check("messages that succeeded", len(found.succeeded), ">=", 1),
     ]
     if facts.ours_ms and not facts.busy:
-        checks.append(Check("ms until a killed browser serves again, p95", _p95(facts.ours_ms), "<=", BACK_MS))
+        checks.append(Check("ms until a killed browser serves again, median", _median(facts.ours_ms), "<=", BACK_MS))
+        most = max(BACK_MS, BESIDE_RAW * _p95(facts.raw_ms)) if facts.raw_ms else BACK_MS
+        checks.append(Check("ms until a killed browser serves again, p95", _p95(facts.ours_ms), "<=", most))
     return Report(checks, _figures(facts, broken, longest), _table(facts, broken, longest))
 
 
@@ -172,10 +178,11 @@ def _figures(facts: Facts, broken: list[str], longest: float) -> dict[str, Any]:
 def spread(values: Sequence[float]) -> str:
     if not values:
         return "none measured"
-    return (
-        f"median {statistics.median(values):.0f} ms, p95 {_p95(values):.0f} ms, most {max(values):.0f} ms "
-        f"of {len(values)}"
-    )
+    return f"median {_median(values):.0f} ms, p95 {_p95(values):.0f} ms, most {max(values):.0f} ms of {len(values)}"
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values)
 
 
 def _p95(values: Sequence[float]) -> float:
