@@ -135,7 +135,10 @@ class Ledger(Protocol):
         """True when the rows of attempts that have ended, and notes, are written soon, in order, and none waits."""
 
     def open(self, row: Row) -> Row:
-        """Append a row; the returned one has its attempt number, counted from 1 within its message."""
+        """Append a row; the returned one has its attempt number, counted from 1 within its message.
+
+        Opened again, it is the row that is there: whoever got no answer asks once more.
+        """
 
     def close(self, row: Row) -> None:
         """Replace the row of the same message and attempt; nothing happens when it is known no more.
@@ -184,12 +187,18 @@ class MemoryLedger:
     def open(self, row: Row) -> Row:
         with self._lock:
             rows = self._rows.setdefault(row.message_id, [])
-            opened = replace(row, attempt=len(rows) + 1)
-            rows.append(opened)
-            self._in_order.append((row.message_id, opened.attempt))
-            while len(self._in_order) > self._kept.rows:
-                self._forget(*self._in_order.popleft())
-            return opened
+            for known in rows:
+                if known is not None and known.is_of(row):
+                    return replace(row, attempt=known.attempt)
+            return self._append(row, rows)
+
+    def _append(self, row: Row, rows: list[Row | None]) -> Row:
+        opened = replace(row, attempt=len(rows) + 1)
+        rows.append(opened)
+        self._in_order.append((row.message_id, opened.attempt))
+        while len(self._in_order) > self._kept.rows:
+            self._forget(*self._in_order.popleft())
+        return opened
 
     def _forget(self, message_id: str, number: int) -> None:
         rows = self._rows[message_id]
@@ -198,10 +207,10 @@ class MemoryLedger:
             del self._rows[message_id]
 
     def close(self, row: Row) -> None:
-        if row.attempt == 0:
-            self.open(row)
-            return
         with self._lock:
+            if row.attempt == 0:
+                self._append(row, self._rows.setdefault(row.message_id, []))
+                return
             rows = self._rows.get(row.message_id, [])
             former = rows[row.attempt - 1] if 1 <= row.attempt <= len(rows) else None
             if former is not None and former.outcome is not Outcome.lost:
@@ -266,10 +275,14 @@ class RedisLedger:
         return self._behind is not None
 
     def open(self, row: Row) -> Row:
+        return self._append(row, _own_words(row))
+
+    def _append(self, row: Row, unless_there: str) -> Row:
         key = self._key(row.message_id)
         # The number of a row is its place in the list, so pushing it is what numbers it.
         number = self._open_script(
-            keys=[key, f"{self._namespace}:attempts"], args=[_written(row), self._kept.ms, self._kept.rows]
+            keys=[key, f"{self._namespace}:attempts"],
+            args=[_written(row), self._kept.ms, self._kept.rows, unless_there],
         )
         return replace(row, attempt=int(number))
 
@@ -280,7 +293,7 @@ class RedisLedger:
         if self._behind is not None and row.outcome not in AT_ONCE:
             self._behind(ClosedRow(key, row.attempt, _written(row), self._kept))
         elif row.attempt == 0:
-            self.open(row)
+            self._append(row, _NOWHERE)
         else:
             self._replace(key, row)
 
@@ -344,6 +357,9 @@ _FIELDS = tuple(field.name for field in fields(Row))
 #: What a field is where its row, as it is written, does not say it.
 _UNSAID = {field.name: field.default for field in fields(Row) if field.default is not MISSING} | {"seed": None}
 
+#: No row is written with a line break.
+_NOWHERE = "\n"
+
 #: What the place of a row says already.
 _PLACED = ("message_id", "attempt")
 
@@ -360,6 +376,11 @@ def _written(row: Row) -> str:
         if name not in _PLACED and (name not in _UNSAID or value != _UNSAID[name])
     }
     return json.dumps(said, separators=(",", ":"))
+
+
+def _own_words(row: Row) -> str:
+    """What is written in the row of this attempt, and of no other of its message."""
+    return f'"worker":{json.dumps(row.worker)},"opened_ms":{row.opened_ms}'
 
 
 def _read(text: bytes | str, message_id: str, number: int) -> Row:

@@ -43,6 +43,11 @@ def book(request: pytest.FixtureRequest) -> Iterator[Ledger]:
         yield RedisLedger(decoding)
 
 
+def another(opened_ms: int, **changed: Any) -> Row:
+    """Another attempt of the same message."""
+    return replace(OPENED, **({"opened_ms": opened_ms} | changed))
+
+
 # rows
 
 
@@ -81,9 +86,20 @@ def test_every_seed_is_kept_to_the_last_digit(book: Ledger, seed: int | None) ->
 
 def test_attempts_are_numbered_by_the_ledger_whatever_the_worker_believes(book: Ledger) -> None:
     """A worker counts retries; an attempt that its worker's death cut short is none to it, but has its row here."""
-    numbers = [book.open(replace(OPENED, attempt=believed)).attempt for believed in (1, 1, 7)]
+    numbers = [book.open(another(at_ms, attempt=believed)).attempt for at_ms, believed in enumerate((1, 1, 7))]
     assert numbers == [1, 2, 3]
     assert [row.attempt for row in book.rows("m1")] == [1, 2, 3]
+
+
+def test_an_attempt_that_is_opened_again_since_the_answer_was_lost_has_one_row(book: Ledger) -> None:
+    numbers = [book.open(another(at_ms)).attempt for at_ms in (5, 50, 5)]
+    assert numbers == [1, 2, 1]
+    book.close(replace(another(5), attempt=1, closed_ms=9, outcome=Outcome.succeeded))
+    assert book.open(another(5)).attempt == 1, "a command that comes late, too"
+    assert [row.outcome for row in book.rows("m1")] == ["succeeded", "running"]
+    for at_ms in range(100, 120):
+        book.open(another(at_ms))
+    assert book.open(another(119)).attempt == 22
 
 
 def test_attempts_of_other_messages_do_not_count(book: Ledger) -> None:
@@ -93,7 +109,7 @@ def test_attempts_of_other_messages_do_not_count(book: Ledger) -> None:
 
 
 def test_closing_one_attempt_leaves_the_others_as_they_are(book: Ledger) -> None:
-    first, second, third = (book.open(OPENED) for _ in range(3))
+    first, second, third = (book.open(another(at_ms)) for at_ms in range(3))
     book.close(replace(second, outcome=Outcome.crashed))
     assert book.rows("m1") == [first, replace(second, outcome=Outcome.crashed), third]
 
@@ -187,9 +203,9 @@ def test_what_is_read_is_a_copy(book: Ledger) -> None:
 def test_attempts_opened_at_the_same_moment_have_numbers_of_their_own(book: Ledger) -> None:
     gate = threading.Barrier(8)
 
-    def open_some(_: int) -> list[int]:
+    def open_some(worker: int) -> list[int]:
         gate.wait()
-        return [book.open(OPENED).attempt for _ in range(25)]
+        return [book.open(another(at_ms, worker=f"host:{worker}")).attempt for at_ms in range(25)]
 
     with ThreadPoolExecutor(8) as pool:
         numbers = [number for some in pool.map(open_some, range(8)) for number in some]
@@ -301,15 +317,15 @@ def test_of_more_rows_than_may_be_the_oldest_are_forgotten_and_the_others_keep_t
         return [[row.attempt for row in short_book.rows(name)] for name in "abc"]
 
     first = short_book.open(replace(OPENED, message_id="a"))
-    for name in "baa":
-        short_book.open(replace(OPENED, message_id=name))
+    for at_ms, name in enumerate("baa"):
+        short_book.open(another(at_ms, message_id=name))
     assert numbers() == [[1, 2, 3], [1], []]
     short_book.open(replace(OPENED, message_id="c"))
     assert numbers() == [[2, 3], [1], [1]], "of one message the oldest"
-    assert short_book.open(replace(OPENED, message_id="a")).attempt == 4
+    assert short_book.open(another(8, message_id="a")).attempt == 4
     assert numbers() == [[2, 3, 4], [], [1]], "and a message with it, where it has no other"
-    for _ in range(4):
-        short_book.open(replace(OPENED, message_id="c"))
+    for at_ms in range(4):
+        short_book.open(another(at_ms, message_id="c"))
     assert numbers() == [[], [], [2, 3, 4, 5]]
     short_book.close(first)
     assert numbers() == [[], [], [2, 3, 4, 5]], "what is forgotten stays so"
@@ -318,12 +334,12 @@ def test_of_more_rows_than_may_be_the_oldest_are_forgotten_and_the_others_keep_t
 def test_a_store_that_refuses_a_row_is_an_error(store: redis.Redis) -> None:
     """Unlike a row that is known no more: it would be lost silently."""
     book = RedisLedger(store)
-    opened = book.open(OPENED)
+    first = book.open(OPENED)
     store.config_set("maxmemory", 1)
-    for write in (lambda: book.open(OPENED), lambda: book.close(opened), lambda: book.count("host:7", {"n": 1})):
+    for write in (lambda: book.open(another(2)), lambda: book.close(first), lambda: book.count("host:7", {"n": 1})):
         with pytest.raises(redis.RedisError, match=r"OOM|maxmemory"):
             write()
     store.config_set("maxmemory", 0)
     store.set("asyncworker:attempts:m2", "no list")
     with pytest.raises(redis.RedisError, match="WRONGTYPE"):
-        book.close(replace(opened, message_id="m2"))
+        book.close(replace(first, message_id="m2"))
