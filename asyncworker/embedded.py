@@ -267,7 +267,9 @@ def _options(state_dir: Path, path: Path) -> list[str]:
         "dir": str(state_dir),
         "logfile": str(state_dir / "valkey.log"),
         "appendonly": "yes",
-        "appendfsync": "everysec",
+        # What was answered is on the disk. With `everysec` a server answers before it has even written what comes while
+        # it synchronizes, and takes that with it when it is killed.
+        "appendfsync": "always",
         "save": "",
         "maxmemory-policy": "noeviction",  # an evicted key is a lost message
     }

@@ -247,6 +247,7 @@ def test_what_was_stored_survives_the_servers_death(state_dir: Path) -> None:
     with client(path) as server:
         for number in range(100):
             server.rpush("queue", number)
+        assert server.config_get("appendfsync")["appendfsync"] == "always", "answered is written, and not soon written"
     first = pid_of(state_dir)
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: not embedded.answers(path), "the server is dead")
