@@ -89,13 +89,14 @@ def _pipe(client: subprocess.Popen[str] | None, name: str) -> TextIO:
 
 
 @contextlib.contextmanager
-def real_side(deployment: Deployment) -> Iterator[Side]:
-    """Celery's own worker, with its solo pool and its Redis transport, on the same server."""
+def real_side(deployment: Deployment, pool: str = "solo", *, databases: tuple[int, int] = (1, 2)) -> Iterator[Side]:
+    """Celery's own worker with its Redis transport, and one task at a time, on the same server."""
     socket = f"redis+socket://{embedded.ensure(deployment.settings.state_dir)}?virtual_host="
-    record = deployment.directory / "real.jsonl"
-    environment = child_environment(BROKER=f"{socket}1", BACKEND=f"{socket}2", RECORD=str(record))
-    command = [sys.executable, "-W", "ignore", "-m", "celery", "-A", APP, "worker", "-P", "solo", "-l", "INFO"]
-    log = deployment.directory / "real.log"
+    record = deployment.directory / f"{pool}.jsonl"
+    broker, backend = (f"{socket}{number}" for number in databases)
+    environment = child_environment(BROKER=broker, BACKEND=backend, RECORD=str(record))
+    command = [sys.executable, "-W", "ignore", "-m", "celery", "-A", APP, "worker", "-P", pool, "-c", "1", "-l", "INFO"]
+    log = deployment.directory / f"{pool}.log"
     with (
         log.open("wb") as output,
         subprocess.Popen(

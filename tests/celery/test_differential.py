@@ -73,20 +73,47 @@ def ended(side: Side, scenarios: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def both(deployment: Deployment) -> Iterator[tuple[Seen, Seen]]:
-    with real_side(deployment) as real, our_side(deployment) as ours, real.client(*BOTH), ours.client(*BOTH, *ALONE):
-        ended(real, list(BOTH))
+def all_three(deployment: Deployment) -> Iterator[tuple[Seen, Seen, Seen]]:
+    """Celery's solo pool, its prefork pool, and ours."""
+    with (
+        real_side(deployment) as solo,
+        real_side(deployment, "prefork", databases=(3, 4)) as prefork,
+        our_side(deployment) as ours,
+        solo.client(*BOTH),
+        prefork.client(*BOTH, *PREFORK),
+        ours.client(*BOTH, *ALONE),
+    ):
+        ended(solo, list(BOTH))
+        ended(prefork, [*BOTH, *PREFORK])
         ended(ours, [*BOTH, *ALONE])
-        results = real.results(), ours.results()
-        real.worker.send_signal(signal.SIGTERM)
+        results = [side.results() for side in (solo, prefork, ours)]
+        for real in (solo, prefork):
+            real.worker.send_signal(signal.SIGTERM)
         assert ours.worker.stop() == 0
-        assert real.worker.wait(20) == 0
-        yield Seen(real, results[0]), Seen(ours, results[1])
+        assert [real.worker.wait(20) for real in (solo, prefork)] == [0, 0]
+        yield Seen(solo, results[0]), Seen(prefork, results[1]), Seen(ours, results[2])
+
+
+@pytest.fixture(scope="module")
+def both(all_three: tuple[Seen, Seen, Seen]) -> tuple[Seen, Seen]:
+    return all_three[0], all_three[2]
+
+
+@pytest.fixture(scope="module")
+def processes(all_three: tuple[Seen, Seen, Seen]) -> tuple[Seen, Seen]:
+    return all_three[1:]
 
 
 def test_a_worker_of_ours_does_what_celerys_does(both: tuple[Seen, Seen]) -> None:
     real, ours = both
     for look in (Seen.names, Seen.of, Seen.told):  # from what is read at a glance to the kinds of all arguments
+        differing = {each: (look(real, each), look(ours, each)) for each in BOTH}
+        assert {name: seen for name, seen in differing.items() if seen[0] != seen[1]} == {}
+
+
+def test_a_worker_of_ours_does_what_celerys_pool_of_processes_does(processes: tuple[Seen, Seen]) -> None:
+    real, ours = processes
+    for look in (Seen.names, Seen.of, Seen.told):
         differing = {each: (look(real, each), look(ours, each)) for each in BOTH}
         assert {name: seen for name, seen in differing.items() if seen[0] != seen[1]} == {}
 
