@@ -168,7 +168,7 @@ def _all_settings(app: Celery) -> Iterator[Finding]:
     yield from settings_of(app)
     for command, function in sorted(Panel.data.items()):
         if not function.__module__.startswith("celery."):
-            yield attention(f"control command {command}", "only Celery's own commands of app.control are answered")
+            yield same(f"control command {command}", "answered by each worker process")
 
 
 def _task(task: Any, app: Celery, plain: Celery) -> TaskReport:
@@ -226,8 +226,8 @@ def _about(task: Any, function: Any, app: Celery, plain: Any) -> Iterator[Findin
         if getattr(task, option, None) is False and app.conf.get(f"task_{option}") is not False:
             yield finding(attention, option, "what failed is not left to a dead letter exchange of RabbitMQ")
     for attribute in ("Request", "Strategy"):
-        if getattr(task, attribute) != getattr(plain, attribute) and attribute == "Strategy":
-            yield finding(attention, attribute, "a class of your own around the message is not used here")
+        if getattr(task, attribute) != getattr(plain, attribute):
+            yield finding(same, attribute, "your own class around the message is used here, too")
 
 
 def _at(where: str | None, level: Any, subject: str, what: str) -> Finding:

@@ -138,10 +138,9 @@ def _queues(app: Celery) -> Iterator[Finding]:
 
 
 def _steps(app: Celery) -> Iterator[Finding]:
-    for kind in ("worker", "consumer"):
-        for step in sorted(app.steps[kind], key=repr):
-            yield attention(
-                f"bootstep {step.__name__}", f"steps of Celery's {kind} are not run; connect a signal instead"
-            )
+    for step in sorted(app.steps["worker"], key=repr):
+        yield attention(f"bootstep {step.__name__}", "steps of Celery's worker are not run; connect a signal instead")
+    for step in sorted(app.steps["consumer"], key=repr):
+        yield same(f"bootstep {step.__name__}", "steps of Celery's consumer are run in each worker process")
     if app.user_options["worker"] or app.user_options["preload"]:
         yield attention("user_options", "workers are started by `dramatiq`, which does not know them: read a variable")

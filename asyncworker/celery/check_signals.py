@@ -26,7 +26,7 @@ _DIFFERENT: dict[str, tuple[Callable[..., Finding], str]] = {
         differs,
         "sent in the thread that runs synchronous tasks, after its last one; there is no process for its exitcode",
     ),
-    "worker_before_create_process": (differs, "Dramatiq makes the processes, and each announces itself"),
+    "worker_before_create_process": (differs, "not sent: Dramatiq makes the processes, and each announces itself"),
     "setup_logging": (differs, "called, but Dramatiq's handlers stay: remove them from the root logger there"),
     "after_setup_logger": (differs, "called; the logger has Dramatiq's handlers"),
     "after_setup_task_logger": (differs, "called; the logger has Dramatiq's handlers"),

@@ -158,8 +158,8 @@ def test_what_needs_a_decision_is_named_with_its_place_and_ends_with_exit_code_1
         "soft_time_limit": 30,
     }
     assert said(report["settings"]) == {
-        ("attention", "bootstep Step"),
-        ("attention", "control command greet"),
+        ("same", "bootstep Step"),
+        ("same", "control command greet"),
         ("attention", "queue dead"),
         ("attention", "queue everyone"),
         ("differs", "broker_url"),

@@ -121,6 +121,16 @@ def test_remote_control_changes_rates_and_limits_and_refuses_what_it_cannot_do(a
     assert "task_queues" in ask("add_consumer", queue="x")["error"]
 
 
+def test_what_a_project_has_added_to_celerys_consumer_is_used(app: Celery, side: Side) -> None:
+    sent = send(app, "by_strategy")
+    result(sent)
+    assert names(side, sent)[:2] == ["STRATEGY", "task_received"]
+    (step,) = (each for each in side.records() if each["what"] == "STEP")
+    assert app.control.broadcast("greet", reply=True, timeout=5, limit=1) == [
+        {step["hostname"]: f"hello from {step['hostname']}"}
+    ]
+
+
 # --- events
 
 

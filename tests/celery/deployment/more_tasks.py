@@ -7,9 +7,44 @@ import contextlib
 import time
 
 import facts_tasks
-from celery import current_task
+from celery import bootsteps, current_task
 from celery.exceptions import SoftTimeLimitExceeded
+from celery.worker.control import control_command
+from celery.worker.strategy import default
 from facts_tasks import Hooked, app, body, record, slowly, task
+
+
+class Step(bootsteps.StartStopStep):
+    """What a project may add to Celery's consumer."""
+
+    requires = ("celery.worker.consumer.connection:Connection",)
+
+    def start(self, parent):
+        record("STEP", hostname=parent.hostname)
+
+
+app.steps["consumer"].add(Step)
+
+
+@control_command()
+def greet(state):
+    return f"hello from {state.hostname}"
+
+
+def counted(task, app, consumer, **options):
+    """A strategy around Celery's own."""
+    handle = default(task, app, consumer, **options)
+
+    def strategy(message, *arguments, **more):
+        record("STRATEGY", message.headers["id"])
+        return handle(message, *arguments, **more)
+
+    return strategy
+
+
+@task(bind=True, Strategy=f"{__name__}:counted")
+def by_strategy(self):
+    body(self)
 
 
 @task(bind=True)
