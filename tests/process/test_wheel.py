@@ -1,4 +1,4 @@
-"""What `pip install asyncworker` would install: types, and the shipped actors where the demo finds them."""
+"""What `pip install asyncworker` would install: types, the shipped actors where the demo finds them, kombu's alias."""
 
 from __future__ import annotations
 
@@ -23,4 +23,5 @@ def test_the_wheel_carries_types_and_the_shipped_actors_and_no_package_of_a_depl
         names = set(archive.namelist())
     assert "asyncworker/py.typed" in names
     assert "asyncworker/demo/deployment/actors/pages.py" in names
-    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"asyncworker"}
+    tops = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
+    assert tops == {"asyncworker", "asyncworker_kombu.py"}

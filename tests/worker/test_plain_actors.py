@@ -79,7 +79,7 @@ def test_a_session_knows_its_attempts_number_in_the_ledger(worker: StubWorker) -
 
     message = plain(body).message()
     for number in (1, 2):
-        worker.ledger.open(Row(message.message_id, number, "plain", None, "dead:1", 1))
+        worker.ledger.open(Row(message.message_id, number, "plain", None, "dead:1", number))
     assert worker.run(message) == 4
     assert [number for number, _ in seen] == [3, 4]
     assert seen[0][1] == ["running"] * 3

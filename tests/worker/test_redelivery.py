@@ -32,8 +32,8 @@ def message(**options: Any) -> Message[Any]:
 
 def attempted(book: MemoryLedger, message: Message[Any], *outcomes: Outcome) -> Row:
     """Rows with these outcomes; returns the last."""
-    for outcome in outcomes:
-        row = book.open(Row(message.message_id, 0, "do", None, "host:1", opened_ms=1_000))
+    for number, outcome in enumerate(outcomes):
+        row = book.open(Row(message.message_id, 0, "do", None, "host:1", opened_ms=1_000 + number))
         if outcome is not RUNNING:
             book.close(row.closed(outcome, 2_000))
     return row
