@@ -59,6 +59,9 @@ WRITE_TIMEOUT_S = 2.0
 ERROR_OPTION = "last_error"
 TRACEBACK_OPTION = "traceback"
 
+#: The option of a message that carries something else's, with the name that its attempts are known by.
+NAME_OPTION = "carries"
+
 #: The option of a message that counts how often it was lost: begun by a worker process that died then.
 LOSSES_OPTION = "losses"
 
@@ -401,6 +404,11 @@ def _found_out(message: MessageProxy) -> dict[str, Any]:
         found[ERROR_OPTION] = unknown + _sentence(exception)
         found[TRACEBACK_OPTION] = "".join(traceback.format_exception(exception, limit=FRAMES))
     return found
+
+
+def known_as(message: Message[Any] | MessageProxy) -> str:
+    """What its attempts are known by in rows, logs and steps: its actor's name, or that of what it carries."""
+    return str(message.options.get(NAME_OPTION) or message.actor_name)
 
 
 def now_ms() -> int:

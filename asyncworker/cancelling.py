@@ -19,7 +19,7 @@ import redis
 from dramatiq import Broker, Message
 from dramatiq.errors import DecodeError
 
-from asyncworker.accounting import now_ms
+from asyncworker.accounting import known_as, now_ms
 from asyncworker.cancellations import SENTENCE, Cancellations, Cancelled
 from asyncworker.errors import BrokerUnavailable, ConfigurationError
 from asyncworker.interrupts import store_error
@@ -237,7 +237,7 @@ class _Look:
                 Row(
                     message_id=case.message_id,
                     attempt=0,
-                    actor=message.actor_name,
+                    actor=known_as(message),
                     seed=seed if isinstance(seed, int) else None,
                     worker=case.last.worker if case.last is not None else "",
                     opened_ms=at_ms,

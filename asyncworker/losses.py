@@ -18,7 +18,7 @@ import redis
 from dramatiq import Broker, Message, MessageProxy
 from dramatiq.middleware import Shutdown, SkipMessage
 
-from asyncworker.accounting import LOSSES_OPTION, NOTED_LOSSES_OPTION, now_ms
+from asyncworker.accounting import LOSSES_OPTION, NOTED_LOSSES_OPTION, known_as, now_ms
 from asyncworker.cancellations import is_cancelled
 from asyncworker.ledger import Ledger, Outcome, Row
 from asyncworker.middleware import Middleware, backlog_of, emit
@@ -170,7 +170,7 @@ def close_as_lost(ledger: Ledger, message: Message[Any] | MessageProxy) -> Row:
             Row(
                 message_id=message.message_id,
                 attempt=0,
-                actor=message.actor_name,
+                actor=known_as(message),
                 seed=seed if isinstance(seed, int) else None,
                 worker="",
                 opened_ms=at_ms,

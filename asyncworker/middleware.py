@@ -44,7 +44,7 @@ from dramatiq.middleware import Middleware as DramatiqMiddleware
 from dramatiq.middleware import MiddlewareError
 
 from asyncworker import processes, scratch
-from asyncworker.accounting import LOSSES_OPTION, Accounting, keep_in_dead_letter, now_ms, outcome_of
+from asyncworker.accounting import LOSSES_OPTION, Accounting, keep_in_dead_letter, known_as, now_ms, outcome_of
 from asyncworker.at_most_once import AT_MOST_ONCE, DELIVERY_OPTION, begin, check_delivery
 from asyncworker.backlog import Backlog
 from asyncworker.cancellations import as_cancelled
@@ -339,7 +339,7 @@ class BrowserMiddleware(Middleware):
         row = Row(
             message_id=message.message_id,
             attempt=message.options.get("retries", 0) + 1,
-            actor=message.actor_name,
+            actor=known_as(message),
             seed=seed if isinstance(seed, int) else None,
             worker=self.worker_id,
             opened_ms=now_ms(),

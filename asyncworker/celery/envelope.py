@@ -14,6 +14,7 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from dramatiq import Message
 from kombu.utils.json import dumps, loads
 
+from asyncworker.accounting import NAME_OPTION
 from asyncworker.celery.names import step_of, to_dramatiq
 
 #: The option of a Dramatiq message that holds a Celery message, as kombu's virtual transports have it.
@@ -41,7 +42,10 @@ def enveloped(payload: dict[str, Any], queue: str) -> tuple[Message[Any], int | 
         actor_name=actor_of(step),
         args=(str(facts.get("task") or "?"),),  # for a person who looks at the message
         kwargs={},
-        options={OPTION: json.loads(dumps(payload))},  # kombu's JSON knows dates and the like, Dramatiq's does not
+        options={
+            OPTION: json.loads(dumps(payload)),  # kombu's JSON knows dates and the like, Dramatiq's does not
+            NAME_OPTION: facts.get("task"),
+        },
         message_id=str(facts.get("id") or payload["properties"].get("correlation_id") or uuid4()),
     )
     return message, delay_ms(facts.get("eta"))

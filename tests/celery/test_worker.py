@@ -65,6 +65,9 @@ def test_the_ledger_says_how_a_task_has_failed(app: Celery, deployment: Deployme
 
     expected = {"boom": ["failed"], "aio_hard": ["timed_out"], "ok": ["failed"]}  # an argument is missing
     wait_until(lambda: outcomes() == expected, "the rows of all")
+    for each, of in sent.items():
+        # By that name sessions tell their steps apart, too: all these messages are for one actor.
+        assert {row.actor for row in ledger_of(deployment.broker).rows(of.id)} == {f"facts.{each}"}
 
 
 # --- revokes

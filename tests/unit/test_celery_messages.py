@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from kombu.exceptions import OperationalError
 
+from asyncworker.accounting import known_as
 from asyncworker.celery import names, stores
 from asyncworker.celery.envelope import OPTION, delay_ms, enveloped, opened
 from asyncworker.celery.serving import serve
@@ -70,6 +71,7 @@ def test_a_message_comes_back_as_it_was_sent_also_with_dates_in_its_headers() ->
     sent = message(x_at=datetime(2026, 1, 2, tzinfo=UTC), x_text="ü")
     carried, delay = enveloped(sent, "q")
     assert (carried.message_id, carried.queue_name, carried.actor_name, carried.args) == ("id", "q", "celery", ("t",))
+    assert known_as(carried) == "t"
     assert delay is None
     assert opened(json.loads(carried.encode())["options"]) == sent
     assert carried.options[OPTION]["headers"]["x_text"] == "ü"
