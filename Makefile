@@ -18,10 +18,10 @@ AT_ONCE ?= 3
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test long check browser rabbitmq bench clean
+.PHONY: help demo test long celery-suite check browser rabbitmq bench clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED) ## 40 pages scraped by a real worker; options in ARGS="--json"
 	@$(BIN)/asyncworker demo $(ARGS)
@@ -31,6 +31,9 @@ test: $(INSTALLED) browser rabbitmq check ## a browser, RabbitMQ, lint, types an
 
 long: $(INSTALLED) browser rabbitmq ## the tests that `make test` leaves out, since they take so much time
 	$(TEST_ENVIRONMENT) $(BIN)/pytest -n $(AT_ONCE) --dist worksteal -m long $(ARGS)
+
+celery-suite: $(INSTALLED) ## tests of Celery's own on its worker and on ours, 20 minutes; options in ARGS="--side ours"
+	$(TEST_ENVIRONMENT) $(BIN)/python -m tests.celery.own_suite $(ARGS)
 
 check: $(INSTALLED) ## format, lint and types
 	$(BIN)/ruff format --check .

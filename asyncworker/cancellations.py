@@ -25,6 +25,9 @@ KEPT_MS = 8 * 86_400_000
 #: Of so many; the oldest are forgotten first.
 MOST = 10_000
 
+#: Messages with this option are of another library, Celery: that they were cancelled is told by the worker that has it.
+TOLD_BY_WORKER = "celery"
+
 #: What a cancelled attempt raises, where nothing more is known.
 SENTENCE = "it was cancelled, and is not run again"
 

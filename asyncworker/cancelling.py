@@ -17,10 +17,11 @@ from typing import Any
 import dramatiq
 import redis
 from dramatiq import Broker, Message
+from dramatiq.common import q_name
 from dramatiq.errors import DecodeError
 
 from asyncworker.accounting import known_as, now_ms
-from asyncworker.cancellations import SENTENCE, Cancellations, Cancelled
+from asyncworker.cancellations import SENTENCE, TOLD_BY_WORKER, Cancellations, Cancelled
 from asyncworker.errors import BrokerUnavailable, ConfigurationError
 from asyncworker.interrupts import store_error
 from asyncworker.ledger import Ledger, Outcome, Row, text
@@ -229,6 +230,10 @@ class _Look:
     def _dropped(self, case: _Case, found: Found) -> None:
         """Close the account of what was dropped, as its worker would."""
         error, at_ms, message = Cancelled(f"{SENTENCE}; it was {found}"), now_ms(), case.message
+        if message is not None and TOLD_BY_WORKER in message.options:
+            self._have_it_told(message)
+            case.settle(found)
+            return
         if case.last is not None and case.outcome is None:
             self._ledger.close(case.last.closed(Outcome.lost, at_ms))
         if message is not None:
@@ -248,6 +253,13 @@ class _Look:
             )
             store_error(self._broker, message, error, may_store=True)
         case.settle(found)
+
+    def _have_it_told(self, message: Message[Any]) -> None:
+        """Send it at once: the worker that takes it tells its library and lets it not begin."""
+        options = {name: value for name, value in message.options.items() if name not in ("eta", "redis_message_id")}
+        self._broker.enqueue(
+            Message(**message.asdict() | {"queue_name": q_name(message.queue_name), "options": options})
+        )
 
     def _find(self, cases: list[_Case]) -> None:
         """Find where these lie."""

@@ -15,6 +15,7 @@ from celery.worker import control as celerys
 from celery.worker import state as celery_state
 from dramatiq import Message, MessageProxy
 from dramatiq.errors import DecodeError
+from kombu import Queue
 from kombu.utils.functional import maybe_list
 
 from asyncworker.cancellations import Cancellations, RedisCancelRecords
@@ -79,11 +80,17 @@ def handlers(consumer: Any) -> dict[str, Callable[..., Any]]:
         "time_limit": lambda state, **how: _change_limits(consumer, state, **how),
         "reserved": lambda state, **_: [_info(consumer, proxy) for proxy in reserved(consumer)],
         "scheduled": lambda state, **_: scheduled(consumer),
-        "active_queues": lambda state, **_: [{"name": name} for name in consumer.queues],
+        "active_queues": lambda state, **_: [_queue(consumer, name) for name in consumer.queues],
     }
     own |= {"dump_reserved": own["reserved"], "dump_schedule": own["scheduled"]}
     refused = {name: _refused(name, instead) for name, instead in INSTEAD.items()}
     return {**celerys.Panel.data, **own, **refused}
+
+
+def _queue(consumer: Any, name: str) -> Any:
+    """All that Celery tells of a queue; Flower asks for it by name."""
+    declared = consumer.app.amqp.queues.get(name) or Queue(name, routing_key=name)
+    return declared.as_dict(recurse=True)
 
 
 def _refused(name: str, instead: str) -> Callable[..., Any]:

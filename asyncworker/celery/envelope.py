@@ -15,10 +15,11 @@ from dramatiq import Message
 from kombu.utils.json import dumps, loads
 
 from asyncworker.accounting import NAME_OPTION
+from asyncworker.cancellations import TOLD_BY_WORKER
 from asyncworker.celery.names import step_of, to_dramatiq
 
 #: The option of a Dramatiq message that holds a Celery message, as kombu's virtual transports have it.
-OPTION = "celery"
+OPTION = TOLD_BY_WORKER
 
 #: The option that says what has become of it here; see `Delivery`.
 STATE_OPTION = "celery_state"

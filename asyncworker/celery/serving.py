@@ -16,7 +16,7 @@ from celery.worker import state as celery_state
 from dramatiq import Broker, MessageProxy, Worker
 from dramatiq.middleware import CurrentMessage, Shutdown
 
-from asyncworker.cancellations import is_cancelled
+from asyncworker.cancellations import Cancelled
 from asyncworker.celery import names
 from asyncworker.celery.bodies import adopt, adopt_current_task, is_async
 from asyncworker.celery.delivery import Delivery, current_delivery
@@ -35,11 +35,14 @@ from asyncworker.settings import Settings
 
 logger = logging.getLogger("asyncworker.celery")
 
-#: The newest Celery whose tests of this package have passed.
-NEWEST_TESTED = (5, 7)
+#: The oldest and the newest Celery with which the tests of this package have passed.
+TESTED = ((5, 4), (5, 7))
 
 #: What has to wait for longer than this goes back to the broker, in ms; a shorter wait is waited for here.
 LONG_MS = 1_000
+
+#: A message that has this attribute has come as far as to its actor.
+_HANDED = "was_handed_to_celery"
 
 #: Who waits sees this often whether the process stops, in s.
 LOOK_S = 0.1
@@ -209,16 +212,21 @@ class Serving(Middleware):
             self._begin(message)
             self._native.begins(message)
 
-    def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:
-        """A Celery message that was cancelled here (`asyncworker cancel`) is a revoked task."""
-        if OPTION in message.options and is_cancelled(broker, message):
-            delivery = Delivery(broker, message)
-            node = self._node_of(facts_of(delivery.payload).get("task"))
+    def after_process_message(
+        self, broker: Broker, message: MessageProxy, *, result: Any = None, exception: BaseException | None = None
+    ) -> None:
+        """A Celery message that was cancelled (`asyncworker cancel`) before it began is a revoked task."""
+        if not isinstance(exception, Cancelled) or OPTION not in message.options or hasattr(message, _HANDED):
+            return
+        delivery = Delivery(broker, message)
+        node = self._node_of(task := facts_of(delivery.payload).get("task"))
+        if task in node.app.tasks:
             node.consumer.request(delivery.message())._announce_revoked("revoked", False, None, False)
 
     def run(self, task: str) -> None:
         """The actor of all Celery messages. What their task comes to is Celery's to say, and no failure here."""
         delivery = Delivery(self._broker, CurrentMessage.get_current_message())  # type: ignore[arg-type]
+        setattr(delivery.proxy, _HANDED, True)
         if delivery.has_ended:
             return
         message = delivery.message()
@@ -284,12 +292,9 @@ class Serving(Middleware):
 
 def _warn(apps: list[Any]) -> None:
     version = tuple(int(part) for part in celery.__version__.split(".")[:2] if part.isdigit())
-    if version > NEWEST_TESTED:
-        logger.warning(
-            "Celery %s is newer than what this version of asyncworker was tested with: %s",
-            celery.__version__,
-            ".".join(map(str, NEWEST_TESTED)),
-        )
+    if version > TESTED[-1]:
+        tested = " to ".join(".".join(map(str, each)) for each in TESTED)
+        logger.warning("Celery %s is newer than what asyncworker was tested with: %s", celery.__version__, tested)
     for app in apps:
         for step in app.steps["worker"]:
             logger.warning("the bootstep %s of Celery's worker is not run: that worker is never started here", step)

@@ -1,4 +1,4 @@
-"""The same three tasks on Celery, and natively: with equal results, also where they are retried."""
+"""The same three tasks on Celery, on our worker as they are, and natively: with equal results, also of retries."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from asyncworker import embedded
@@ -103,6 +104,35 @@ def adapter(directory: Path) -> Iterator[Answer]:
 
 
 @contextlib.contextmanager
+def unchanged(directory: Path) -> Iterator[Answer]:
+    """Our worker, with two processes, and Celery's tasks as they were: the broker's URL alone is another."""
+    deployment, home = Deployment(directory), EXAMPLES / "celery_before"
+    backend = f"redis+socket://{embedded.ensure(directory)}"
+    own = {"ASYNCWORKER_CELERY_APP": "tasks:app", "CELERY_BROKER_URL": "asyncworker://"}
+    own |= {"CELERY_RESULT_BACKEND": backend} | executable()
+    with deployment.worker("-p", "2", "-t", "1", cwd=home, environment=own) as worker:
+        worker.ready()
+        browsers = {pid: browsers_below(pid) for pid in worker.workers}
+        assert [len(of) for of in browsers.values()] == [1, 1]
+        yield by_celery(home, as_environment(deployment.settings) | own)
+        assert {pid: browsers_below(pid) for pid in worker.workers} == browsers  # the same, after all of it
+        assert worker.stop() == 0
+        assert not any(each.is_running() for of in browsers.values() for each in of)
+        assert "ERROR" not in worker.log
+    close(deployment)
+
+
+def browsers_below(pid: int) -> list[psutil.Process]:
+    """The browsers of a process, also those that the tasks have launched themselves."""
+    commands: dict[psutil.Process, list[str]] = {}
+    for each in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            commands[each] = each.cmdline()
+    found = [each for each, command in commands.items() if "--remote-debugging-pipe" in command]
+    return [each for each in found if each.parent() not in found]  # a script that starts it, or its own children
+
+
+@contextlib.contextmanager
 def after(directory: Path) -> Iterator[Answer]:
     """Our worker, without Celery."""
     deployment = Deployment(directory)
@@ -125,6 +155,8 @@ def close(deployment: Deployment) -> None:
 
 SIDES = {
     "before": before,
+    "unchanged": unchanged,
+    "adapter": adapter,
     "after": after,
 }
 

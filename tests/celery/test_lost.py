@@ -7,10 +7,10 @@ import signal
 import time
 
 import celery
-from celery import Celery
+from celery import Celery, chord
 
 from asyncworker.watchdog import EXIT_REPLACED
-from tests.celery.sides import HOME, Side, begun, names, result, send
+from tests.celery.sides import HOME, Side, begun, names, our_side, result, send
 from tests.workers import Deployment
 
 APP = "more_tasks:app"
@@ -52,3 +52,16 @@ def test_a_lost_worker_gives_each_task_what_its_acknowledgement_says(app: Celery
         assert [names(side, each).count("BODY") for each in (stuck, terminated)] == [1, 1]
         assert (stuck.state, terminated.state) == ("FAILURE", "REVOKED")
         assert names(side, stuck).count("task_failure") == (celery.VERSION >= (5, 7))  # before, Celery told no one
+
+
+def test_the_body_of_a_chord_of_a_thousand_runs_once(app: Celery, deployment: Deployment) -> None:
+    """As many members as end at once in two processes."""
+    with our_side(deployment, "-p", "2", "-t", "1", name="chord") as side:
+        side.worker.ready()
+        one, tsum = (app.signature(f"facts.{name}") for name in ("typed", "tsum"))
+        sent = chord(one.clone((number, 0)) for number in range(1_000))(tsum)
+        assert sent.get(timeout=60) == 1_000
+        assert side.worker.stop() == 0
+        assert names(side, sent).count("BODY") == 1
+        ended = [each["id"] for each in side.records() if each["what"] == "task_success"]
+        assert len(ended) == len(set(ended)) == 1_001

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
@@ -19,7 +20,7 @@ from hypothesis import strategies as some
 from kombu.exceptions import OperationalError
 
 from asyncworker.accounting import known_as
-from asyncworker.celery import names, stores
+from asyncworker.celery import names, serving, stores
 from asyncworker.celery.envelope import OPTION, delay_ms, enveloped, opened
 from asyncworker.celery.serving import serve
 from asyncworker.errors import ConfigurationError
@@ -151,3 +152,17 @@ def test_an_app_that_cannot_be_served_is_refused_at_the_start(name: str, says: s
     settings = load({"ASYNCWORKER_CELERY_APP": name})
     with pytest.raises(ConfigurationError, match=re.escape(says)):
         serve(settings, StubBroker(), [])
+
+
+def test_an_app_that_is_configured_as_in_django_is_found_by_its_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By settings with a prefix, as `config_from_object("django.conf:settings", namespace="CELERY")` reads them."""
+    settings = types.SimpleNamespace(
+        CELERY_BROKER_URL="asyncworker://", CELERY_TASK_ROUTES={"shop.tasks.mail": {"queue": "mail"}}, DEBUG=True
+    )
+    app = Celery("shop", set_as_current=False)
+    app.config_from_object(settings, namespace="CELERY")
+    project = types.ModuleType("shop")
+    project.celery_app = app  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "shop", project)
+    assert serving._find("shop") is app
+    assert serving.queues_of(app) == ["celery", "mail"]
