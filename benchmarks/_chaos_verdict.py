@@ -21,7 +21,7 @@ OUTLIVE_S = 5.0
 #: A killed browser is back serving within this, in ms.
 BACK_MS = 1_000.0
 
-#: One of twenty may take longer where the machine is so loaded that raw Playwright does: at most so many times as long.
+#: It may take longer where the machine is so loaded that raw Playwright does: at most so many times as long.
 BESIDE_RAW = 1.25
 
 #: The last quarter's memory is at most so many times the first one's.
@@ -99,9 +99,9 @@ def judge(facts: Facts) -> Report:
         Check("messages that succeeded", len(found.succeeded), ">=", 1),
     ]
     if facts.ours_ms and not facts.busy:
-        checks.append(Check("ms until a killed browser serves again, median", _median(facts.ours_ms), "<=", BACK_MS))
-        most = max(BACK_MS, BESIDE_RAW * _p95(facts.raw_ms)) if facts.raw_ms else BACK_MS
-        checks.append(Check("ms until a killed browser serves again, p95", _p95(facts.ours_ms), "<=", most))
+        for name, of in (("median", _median), ("p95", _p95)):
+            most = max(BACK_MS, BESIDE_RAW * of(facts.raw_ms)) if facts.raw_ms else BACK_MS
+            checks.append(Check(f"ms until a killed browser serves again, {name}", of(facts.ours_ms), "<=", most))
     return Report(checks, _figures(facts, broken, longest), _table(facts, broken, longest))
 
 

@@ -79,7 +79,7 @@ class Run:
         self._data = place.folder / "data"
         self._data.mkdir()
         self._settings = _settings(place, slots=options.threads)
-        self._plan = plan(options.seed, seconds)
+        self._plan = [fault for fault in plan(options.seed, seconds) if fault.what in (options.only or (fault.what,))]
         self._journal: list[Done] = []
         with closing(sqlite3.connect(self._data / "effects.db")) as database, database:
             database.execute("PRAGMA journal_mode=WAL")
@@ -264,6 +264,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=2, help="worker processes (2)")
     parser.add_argument("--threads", type=int, default=2, help="slots of each (2)")
     parser.add_argument("--rate", type=float, default=6.0, help="messages a second (6)")
+    parser.add_argument(
+        "--only", action="append", metavar="WHAT", help="of the plan these faults alone, as in --only 'kill browser'"
+    )
     parser.add_argument("--busy", action="store_true", help="the machine does other things: times are shown only")
     parser.add_argument("--logs", help="folder for the logs, which are kept when a promise was broken")
     parser.add_argument("--keep", action="store_true", help="keep the logs in any case")

@@ -140,7 +140,7 @@ def test_each_promise_that_was_broken_is_named(load: Load) -> None:
         ("ms until a killed browser serves again, p95", {"ours_ms": [300.0, 300.0, 2_200.0], "raw_ms": [1_700.0]}),
         (
             "ms until a killed browser serves again, median",
-            {"ours_ms": [1_100.0, 1_200.0, 1_200.0], "raw_ms": [1_700.0]},
+            {"ours_ms": [1_100.0, 1_200.0, 1_200.0], "raw_ms": [300.0, 300.0, 1_700.0]},
         ),
         ("rows of attempts left open", {"account": accounts.Account(succeeded={"a"}, left_open=1)}),
         ("exit code of `asyncworker up`", {"exit_code": 3}),
