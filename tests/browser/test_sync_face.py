@@ -394,6 +394,7 @@ BRIDGED = [
 ]
 
 
+@pytest.mark.long
 def test_the_other_engines_classes_are_served_too(
     bridged_standin: Standin,  # noqa: F811 -- the fixture
     real: Real,

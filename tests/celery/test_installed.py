@@ -135,7 +135,7 @@ POOLS = {
 
 
 #: The others differ from these in how their processes come to be.
-USUAL = ("prefork", "solo")
+USUAL = ("prefork",)
 
 
 @pytest.fixture(

@@ -7,6 +7,7 @@ import signal
 import time
 
 import celery
+import pytest
 from celery import Celery, chord
 
 from asyncworker.watchdog import EXIT_REPLACED
@@ -54,6 +55,7 @@ def test_a_lost_worker_gives_each_task_what_its_acknowledgement_says(app: Celery
         assert names(side, stuck).count("task_failure") == (celery.VERSION >= (5, 7))  # before, Celery told no one
 
 
+@pytest.mark.long
 def test_the_body_of_a_chord_of_a_thousand_runs_once(app: Celery, deployment: Deployment) -> None:
     """As many members as end at once in two processes."""
     with our_side(deployment, "-p", "2", "-t", "1", name="chord") as side:

@@ -53,6 +53,7 @@ def all_slots_work(deployment: Deployment, site: BehaviourSite, slots: int = 4) 
     assert counts["slots"] == slots
 
 
+@pytest.mark.long
 def test_a_hundred_screenshots_in_eight_slots_are_one_launch_and_a_hundred_contexts_all_closed(
     deploy: Deploy, site: BehaviourSite
 ) -> None:
