@@ -14,6 +14,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     turn, recycling, browser                    when it is replaced; the owner of all
     probing                                     whether a browser still finishes a navigation
     lending, watch, loop, session, runtime      one attempt on it, and what its code receives
+    lane, sync_face                             a synchronous face of a page, for any thread
     state_dirs, embedded, vetting               the edges: a store to begin with, and whether it will do
     connecting, patience                        how it is reached, and waited for
     settling, heartbeat, alarm                  what is done is told together; who lives; what is due
@@ -25,22 +26,25 @@ A map, top to bottom; each file may import what stands above it in its group or 
     hurry                                       what a signal stops, and a second one
     redelivery, losses, retries, fitness        which messages are run again; what a worker needs
     health_sockets, health_server, health       how a worker process is, asked from outside
+    sync_session                                a session for synchronous code
     prefetch, supervised                        how much it takes; what stands above it, and hears that it is ready
-    consumer                                    what takes messages off a queue
+    precedence, consumer                        which queue comes first; what takes messages off a queue
     exchange, delivery                          how a producer asks the store, and has it take messages
     result_watch, results, producing            where results lie, how a loop waits for them, and how it sends
     redis_broker                                Redis or Valkey as the broker
     speaking, rabbitmq_consumer, rabbitmq       RabbitMQ as the broker
     broker                                      which of them, and the order of its middleware
     cancelling                                  how a message is cancelled
-    actor, last_words, deployment, actors       @actor; the entry of `dramatiq asyncworker.actors`
+    actor, last_words                           @actor; what a worker says that cannot begin
+    celery/                                     Celery apps on these workers, and the worker's browser for Celery's tasks
+    deployment, actors                          the entry of `dramatiq asyncworker.actors`
     kept_worker, supervisor                     workers that are replaced when they die
     commands, installing, sending               what the command `asyncworker` does,
     broker_checks, doctor                       how it looks at what is there,
     queues, dead_letters, identities, demo/     with its demo
     terminal, cli_once, cli_dead_letters        its words,
     cli_queues, cli_reap, cli_health            its tables,
-    cli_cancel, cli                             and what it prints
+    cli_cancel, cli_celery, cli                 and what it prints
     fakes, testing, pytest_plugin               for users' tests and ours
 
 Browser libraries are imported on use: importing this package costs a producer no 0.4 s.

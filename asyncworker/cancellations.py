@@ -174,6 +174,10 @@ class Cancellations:
         """Read all anew next time."""
         self._serial = "forgotten"
 
+    def all(self) -> frozenset[str]:
+        """The ids that this process knows of."""
+        return self._known
+
     def __contains__(self, message_id: str) -> bool:
         return message_id in self._known
 

@@ -71,10 +71,29 @@ class WorkerConsumer(_RedisConsumer):
         #: What the store takes for fetched ahead, and of that what has been handed out since.
         self._ahead: set[str] = set()
         self._begun: list[str] = []
+        #: True where other queues of this worker are served before this one.
+        self._is_after_others = bool(self.broker.precedence.before(self.queue_name))
+        self.broker.precedence.join(self.queue_name, self)
+        #: True where no message has begun before its worker has said so (`begin`), whatever was handed out.
+        self._says_begin: bool = self.queue_name in self.broker.queues_that_say_begin
         #: How often a message was lost: begun by a worker that died then. By id, for what was fetched.
         self._losses: dict[str, int] = {}
         #: The fences of what was fetched, by id.
         self._fences: dict[str, int] = {}
+
+    @property
+    def out(self) -> int:
+        """How many of its messages the threads have, or are about to have."""
+        return self._prefetch.out
+
+    @property
+    def has_more(self) -> bool:
+        """Whether it has fetched messages that it has not handed out."""
+        return bool(self._fetched)
+
+    def wake(self) -> None:
+        """Have it look again at what there is to do."""
+        self._freed.set()
 
     def ack(self, message: MessageProxy) -> None:
         """Have a message acknowledged, soon and for certain; this waits for nothing."""
@@ -91,6 +110,7 @@ class WorkerConsumer(_RedisConsumer):
             self._prefetch.done(identifier)
             self._settled(message, identifier, settled)
             self._freed.set()
+            self.broker.precedence.freed(self.queue_name)
             return
         if gave_up:
             logger.error(
@@ -111,6 +131,7 @@ class WorkerConsumer(_RedisConsumer):
         self.broker.settling.put(Done(self.queue_name, identifier, message.message_id, rejected, taken, refused))
         if self._prefetch.done(identifier):
             self._freed.set()
+        self.broker.precedence.freed(self.queue_name)
 
     def requeue(self, messages: Iterable[MessageProxy]) -> None:
         self._give_back([message.options["redis_message_id"] for message in messages])
@@ -132,6 +153,9 @@ class WorkerConsumer(_RedisConsumer):
                 self._give_back_fetched()
                 self._freed.wait(STUCK_S)
                 return None
+            if self._is_after_others and not self._is_its_turn():
+                self._give_back_fetched()
+                return None
             if not self._fetched and (room := self._room()) > 0:
                 self._fetch(room)
                 if self.broker.is_stopping:  # it was told to stop while it waited for one
@@ -148,9 +172,21 @@ class WorkerConsumer(_RedisConsumer):
                 self._prefetch.hand_out(identifier)
                 if identifier in self._ahead:
                     self._ahead.discard(identifier)
-                    self._begun.append(identifier)
+                    if not self._says_begin:
+                        self._begun.append(identifier)
                 emit_receive(self.broker, message)
                 return message
+
+    def _is_its_turn(self) -> bool:
+        """Whether a thread is free, and nothing more urgent waits; else this waits a while for that."""
+        order = self.broker.precedence
+        if not order.has_free_thread(self.queue_name, self._prefetch.threads):
+            self._freed.wait(self.poll_s)
+            return False
+        if order.is_there_more_urgent(self._own_client(), self.broker.namespace, self.queue_name):
+            self._freed.wait(STUCK_S)
+            return False
+        return True
 
     def _keeps_waiting(self) -> bool:
         """What is taken while the browser is launched would be late; another worker's may be up."""
@@ -165,7 +201,7 @@ class WorkerConsumer(_RedisConsumer):
             time.sleep(LET_BEGIN_S)
         # Others only ever take away from `held`, and only after the store has: so it is never less than there.
         held, begun = len(self._held), tuple(self._begun)
-        free = min(room, max(0, self._prefetch.threads - self._prefetch.out))
+        free = 0 if self._says_begin else min(room, max(0, self._prefetch.threads - self._prefetch.out))
         next_due_ms, astray, losses, fence, *rest = self._as_connection_error(
             lambda: self.broker.fetch(
                 self._own_client(), self.queue_name, room, held=held, free=free, begun=begun, wait_s=wait_s

@@ -35,8 +35,21 @@ def start() -> Broker:
             embedded.ensure(settings.state_dir)
     except AsyncworkerError as error:
         raise ImportError(f"this worker cannot start: {error}") from error
-    import_actors(settings)
+    modules = import_actors(settings)
+    _serve_celery(settings, broker, modules)
     return broker
+
+
+def _serve_celery(settings: Settings, broker: Broker, modules: list[str]) -> None:
+    """Have the worker run the tasks of Celery apps, where there are any; without them Celery is not imported."""
+    if not settings.celery_app and "celery" not in sys.modules:
+        return
+    try:
+        from asyncworker.celery.serving import serve
+
+        serve(settings, broker, modules)
+    except (AsyncworkerError, ModuleNotFoundError) as error:
+        raise ImportError(f"this worker cannot start: {error}") from error
 
 
 def worker_command(*options: str) -> list[str]:
@@ -57,7 +70,14 @@ def import_actors(settings: Settings) -> list[str]:
     """
     if (here := str(Path.cwd())) not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
-    return [name for package in settings.actors for name in _import_with_submodules(package)]
+    packages = settings.actors
+    if settings.celery_app and "actors" not in settings.model_fields_set and not _is_there(packages[0]):
+        return []  # a deployment of Celery tasks alone
+    return [name for package in packages for name in _import_with_submodules(package)]
+
+
+def _is_there(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def _import_with_submodules(package: str) -> list[str]:

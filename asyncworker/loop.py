@@ -78,6 +78,11 @@ class LoopThread:
         """The ident of the loop's thread; None when it is not running."""
         return self._thread.ident if self._thread is not None else None
 
+    @property
+    def is_here(self) -> bool:
+        """True when it runs, and in this very process."""
+        return os.getpid() == self._pid and self._loop is not None and not self._loop.is_closed()
+
     def start(self, *, timeout: float | None = None) -> None:
         """Start the thread. `timeout` is Dramatiq's, in seconds, and not needed: starting waits for no one.
 

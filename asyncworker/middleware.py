@@ -84,6 +84,10 @@ SWITCH_INTERVAL_S = 0.0005
 CHECK_TIMEOUT_MS = 10_000
 
 
+#: An attribute of a message's proxy: how its attempt has failed, where its actor deals with that itself and returns.
+FAILED_WITH = "failed_with"
+
+
 class Middleware(DramatiqMiddleware):
     """Dramatiq's middleware with the two hooks that it lacks beside Celery's signals, and one for lost messages."""
 
@@ -367,7 +371,7 @@ class BrowserMiddleware(Middleware):
         result: Any = None,
         exception: BaseException | None = None,
     ) -> None:
-        exception = as_cancelled(broker, message, exception)
+        exception = as_cancelled(broker, message, exception or getattr(message, FAILED_WITH, None))
         self._close_row(outcome_of(exception), exception)
 
     def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:

@@ -182,5 +182,18 @@ def one_send(broker: Broker) -> contextlib.AbstractContextManager[None]:
     return broker.one_send() if isinstance(broker, ProducerBroker) else contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def sending_for(broker: Broker, limit_ms: int) -> Iterator[None]:
+    """What is sent to a broker within is tried for so long at the most."""
+    if not isinstance(broker, ProducerBroker):
+        yield
+        return
+    token = _deadline.set(min(broker.deadline(), time.monotonic() + limit_ms / 1000))
+    try:
+        yield
+    finally:
+        _deadline.reset(token)
+
+
 #: Until when what is being sent is tried; None: that is not settled yet.
 _deadline: ContextVar[float | None] = ContextVar("asyncworker_send_deadline", default=None)

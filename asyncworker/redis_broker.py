@@ -23,6 +23,7 @@ from asyncworker.exchange import Exchange, ask_together
 from asyncworker.fencing import Claim, Fence
 from asyncworker.ledger import KEPT, ClosedRow, text
 from asyncworker.patience import Patience, PatientAfterAttempts, patiently
+from asyncworker.precedence import Precedence
 from asyncworker.producing import ProducerBroker, ToSend
 from asyncworker.settling import RETRYING, SETTLED, Settled, Settling
 from asyncworker.unique import unique_keys
@@ -84,6 +85,10 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         #: Which messages were cancelled; what is fetched brings the news.
         self.cancellations: Cancellations = Cancellations(records, told_by_fetch=True)
         self._look = ("GET", records.serial_key)
+        #: Which queues are served before which.
+        self.precedence = Precedence()
+        #: The queues whose messages begin when `begin` is called: so it is known for certain of each whether it had.
+        self.queues_that_say_begin: set[str] = set()
         #: True when this process's worker takes no more messages.
         self.is_stopping = False
 
@@ -178,9 +183,12 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
             self.cancellations.forget()
 
     def begin(self, message: MessageProxy) -> None:
-        """Say that this worker begins a message which was lost before: from now on it may be lost again."""
+        """Say that this worker begins a message which was lost before, or of a queue whose messages say so.
+
+        From now on it may be lost.
+        """
         identifier = message.options["redis_message_id"]
-        patiently(lambda: self.do_begin(message.queue_name, identifier), "begin a lost message", self.patience)
+        patiently(lambda: self.do_begin(message.queue_name, identifier), "begin a message", self.patience)
 
     def _ring(self, queue_name: str) -> None:
         self.do_ring(queue_name)

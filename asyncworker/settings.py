@@ -112,6 +112,18 @@ class Settings(BaseSettings):
         Path(".asyncworker"), description="directory of the embedded Valkey: its socket, data and log"
     )
     actors: Words = Field(("actors",), description="packages or modules with the deployment's actors, comma-separated")
+    celery_app: Words = Field(
+        (),
+        description="Celery apps whose tasks the workers run beside the actors, as `proj.app:app`, comma-separated; "
+        "none: those in the actors package whose broker_url is asyncworker://",
+    )
+    celery_threads: int | None = Field(
+        None,
+        ge=1,
+        le=64,
+        description="threads of a worker process that runs Celery tasks; none: 1 where any of them is a plain "
+        "function, so that these share what is made in `worker_process_init`",
+    )
 
     engine: EngineName = Field(EngineName.invisible, description="what launches or connects a browser")
     executable_path: DirectoryPath | None = Field(

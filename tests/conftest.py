@@ -25,7 +25,7 @@ from asyncworker.errors import AsyncworkerError
 from asyncworker.settings import load
 
 #: Tiers whose tests start processes.
-TIERS_WITH_PROCESSES = ("browser", "process", "worker")
+TIERS_WITH_PROCESSES = ("browser", "celery", "process", "worker")
 
 #: How long what is ending may take to have ended.
 LEFTOVERS_TIMEOUT_S = 5.0

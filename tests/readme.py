@@ -29,6 +29,7 @@ COMMANDS_NOT_RUN = {
 #: Python files of README that no test runs, likewise.
 FILES_NOT_RUN = {
     "before.py": ("Celery is no dependency", "test_the_celery_task_is_python"),
+    "tasks.py": ("its workers are Celery's own", "test_the_tasks_that_stay_are_celerys"),
 }
 
 #: Blocks in other languages, by their first line, and the test that looks at them.

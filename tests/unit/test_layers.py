@@ -29,15 +29,28 @@ lineage processes scratch
 engines.capabilities engines.importing engines.profile engines.lifeline engines.storage_state engines.invisible_client
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
 generation launching contexts turn recycling browser probing lending watch loop session runtime
+lane sync_face
 state_dirs embedded vetting connecting patience settling alarm heartbeat
 unique at_most_once cancellations attempt_log backlog accounting middleware time_limit watchdog interrupts hurry
 redelivery losses retries health_sockets health_server health fitness supervised
-prefetch consumer exchange delivery result_watch results producing redis_broker
+sync_session
+prefetch precedence consumer exchange delivery result_watch results producing redis_broker
 speaking rabbitmq_consumer rabbitmq broker cancelling actor last_words
 asyncworker
+celery celery.names celery.envelope celery.delivery celery.stores celery.channel celery.transport celery.backend
+celery.bodies celery.limits celery.rates celery.pool celery.control celery.native celery.node
+celery.process_signals celery.serving
 deployment actors kept_worker supervisor
+celery.process celery.places celery.async_tasks celery.sessions celery.installation
 broker_checks commands installing doctor sending queues dead_letters identities demo demo.site demo.run
-terminal cli_once cli_dead_letters cli_queues cli_reap cli_health cli_cancel cli __main__
+celery.findings
+celery.check_settings celery.check_signals celery.check_sources
+celery.check
+celery.port_options celery.port_types
+celery.port_body celery.port_imports celery.port_sends
+celery.port_task
+celery.port
+terminal cli_once cli_dead_letters cli_queues cli_reap cli_health cli_cancel cli_celery cli __main__
 fakes testing pytest_plugin
 """
 
@@ -157,7 +170,8 @@ print(json.dumps({"done": done, "modules": sorted(sys.modules), "threads": threa
 
 
 @pytest.mark.parametrize(
-    "name", ["asyncworker", "asyncworker.actor", "asyncworker.testing", "asyncworker.pytest_plugin"]
+    "name",
+    ["asyncworker", "asyncworker.actor", "asyncworker.testing", "asyncworker.pytest_plugin", "asyncworker.celery"],
 )
 def test_importing_does_nothing_and_costs_no_browser_library(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-B", "-c", WATCH, name]
@@ -166,6 +180,6 @@ def test_importing_does_nothing_and_costs_no_browser_library(name: str, tmp_path
     assert seen["done"] == []
     assert seen["threads"] == 1
     assert name in seen["modules"]
-    assert (BROWSER_LIBRARIES | {"rich", "typer"}) & set(seen["modules"]) == set()
+    assert (BROWSER_LIBRARIES | {"rich", "typer", "celery", "kombu"}) & set(seen["modules"]) == set()
     assert list(tmp_path.iterdir()) == []
     assert run.stderr == ""

@@ -270,6 +270,15 @@ def test_the_celery_task_is_python() -> None:
     assert [node.name for node in tree.body if isinstance(node, ast.FunctionDef)] == ["title"]
 
 
+def test_the_tasks_that_stay_are_celerys(tmp_path: Path) -> None:
+    (tmp_path / "tasks.py").write_text(readme.files()["tasks.py"])
+    code = "import tasks; print(sorted(name for name in tasks.app.tasks if not name.startswith('celery.')))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=child_environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "['tasks.title', 'tasks.two_pages', 'tasks.without_waiting']"
+
+
 def test_importing_an_actors_module_loads_no_browser_library(tmp_path: Path) -> None:
     for file, text in readme.files().items():
         (tmp_path / file).parent.mkdir(exist_ok=True)
