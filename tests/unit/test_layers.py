@@ -40,6 +40,7 @@ asyncworker
 celery celery.names celery.envelope celery.delivery celery.stores celery.channel celery.transport celery.backend
 celery.bodies celery.limits celery.rates celery.pool celery.control celery.native celery.node
 celery.process_signals celery.serving
+celery.sources celery.source_redis celery.source_amqp celery.bridge
 deployment actors kept_worker supervisor
 celery.process celery.places celery.async_tasks celery.sessions celery.installation
 broker_checks commands installing doctor sending queues dead_letters identities demo demo.site demo.run
@@ -50,7 +51,7 @@ celery.port_options celery.port_types
 celery.port_body celery.port_imports celery.port_sends
 celery.port_task
 celery.port
-terminal cli_once cli_dead_letters cli_queues cli_reap cli_health cli_cancel cli_celery cli __main__
+terminal cli_once cli_dead_letters cli_queues cli_reap cli_health cli_cancel cli_bridge cli_celery cli __main__
 fakes testing pytest_plugin
 """
 
