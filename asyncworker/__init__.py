@@ -44,7 +44,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     queues, dead_letters, identities, demo/     with its demo
     terminal, cli_once, cli_dead_letters        its words,
     cli_queues, cli_reap, cli_health            its tables,
-    cli_cancel, cli_bridge, cli_celery, cli                and what it prints
+    cli_cancel, cli_bridge, cli_celery, cli     and what it prints
     fakes, testing, pytest_plugin               for users' tests and ours
 
 Browser libraries are imported on use: importing this package costs a producer no 0.4 s.
