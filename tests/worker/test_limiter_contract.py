@@ -358,7 +358,9 @@ def operations() -> st.SearchStrategy[list[tuple[str, str, int]]]:
     return st.lists(one, max_size=60)
 
 
-def play(limiter: Limiter, clock: Clock, terms: Terms, played: list[tuple[str, str, int]]) -> tuple[list[object], list[float]]:
+def play(
+    limiter: Limiter, clock: Clock, terms: Terms, played: list[tuple[str, str, int]]
+) -> tuple[list[object], list[float]]:
     """What a limiter says to a sequence of calls, and when its slots are."""
     said: list[object] = []
     slots: list[float] = []
