@@ -193,7 +193,7 @@ class Limiter(Protocol):
     def rates(self) -> dict[str, str]:
         """The rates that were set at run time, by name."""
 
-    def keys(self) -> list[KeyState]:
+    def states(self) -> list[KeyState]:
         """The keys that were used within a day or have a line, by key."""
 
 
@@ -272,7 +272,7 @@ class RedisLimiter:
         stored: Mapping[Any, Any] = self._client.hgetall(f"{self._prefix}:rates")
         return {text(name): text(value).split(" ", 2)[2] for name, value in sorted(stored.items())}
 
-    def keys(self) -> list[KeyState]:
+    def states(self) -> list[KeyState]:
         said = self._do("listing")
         states = [_state(said[start : start + _FACTS]) for start in range(0, len(said), _FACTS)]
         return sorted(states, key=lambda state: state.key)

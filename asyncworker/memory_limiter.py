@@ -342,7 +342,7 @@ class MemoryLimiter:
         with self._lock:
             return {name: str(rate) for name, rate in sorted(self._rates.items())}
 
-    def keys(self) -> list[KeyState]:
+    def states(self) -> list[KeyState]:
         with self._lock:
             now = self._clock_us()
             return [self._shown(self._get(key, now), now) for key in sorted(self._states)]

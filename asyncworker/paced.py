@@ -5,8 +5,8 @@
     @actor(pace=Pace(max_concurrent=1, budget="500/day"))
 
 A message's subject is the host of its first URL, or what the pace's `key` makes of its arguments; where there is
-neither it is the actor itself. Who sends it writes the subject into its id in the store, so that the store can have it wait
-without a worker: ten thousand of one host cost the others nothing. The exit is added by the worker that takes it.
+neither it is the actor itself. Who sends it writes the subject into its id in the store, so that the store can have it
+wait without a worker: ten thousand of one host cost the others nothing. The exit is added by the worker that takes it.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ def test_a_retry_is_paced_as_its_message_was(store: Store, broker: WorkerBroker,
     retry = broker.enqueue(taken, delay=1)
     consumer.ack(taken)
     wait_until(lambda: next(consumer) is None and in_line(store) == [identifier(retry)], "it waits in line")
-    (state,) = broker.limiter.keys()
+    (state,) = broker.limiter.states()
     assert (state.running, state.out, state.waiting) == (0, 0, 1)
 
 

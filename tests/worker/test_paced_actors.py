@@ -53,7 +53,7 @@ def test_messages_of_a_host_begin_at_their_pace_in_order_and_those_of_another_at
     wait_until(lambda: begun == [f"{SHOP}0"], "the first begins")
     visit.send(OTHER)
     wait_until(lambda: begun[1:] == [f"{OTHER}0"], "another host's does")
-    state = next(state for state in worker.broker.limiter.keys() if state.key == KEY)
+    state = next(state for state in worker.broker.limiter.states() if state.key == KEY)
     assert (state.waiting, state.rate) == (2, "1/10s")
     for number in (1, 2):
         clock.advance(10.05)
@@ -129,7 +129,7 @@ def test_what_is_counted_is_what_the_key_says(worker: StubWorker) -> None:
     for account in ("a", "a", "b", None, None):
         login.send(SHOP, account)
     wait_until(lambda: sorted(begun) == ["None", "None", "a", "b"], "each account's first, and those of none")
-    wait_until(lambda: sum(state.waiting for state in worker.broker.limiter.keys()) == 1, "one waits")
+    wait_until(lambda: sum(state.waiting for state in worker.broker.limiter.states()) == 1, "one waits")
 
 
 def test_without_a_url_an_actor_is_counted_by_itself(worker: StubWorker) -> None:
@@ -138,7 +138,7 @@ def test_without_a_url_an_actor_is_counted_by_itself(worker: StubWorker) -> None
 
     by_id.send(1)
     by_id.send(2)
-    wait_until(lambda: [(s.subject, s.waiting) for s in worker.broker.limiter.keys()] == [("by_id", 1)], "one waits")
+    wait_until(lambda: [(s.subject, s.waiting) for s in worker.broker.limiter.states()] == [("by_id", 1)], "one waits")
 
 
 def test_a_message_beyond_the_budget_is_a_dead_letter_where_the_pace_says_so(worker: StubWorker) -> None:
@@ -154,7 +154,7 @@ def test_a_rate_that_is_set_at_run_time_holds_for_those_who_wait(worker: StubWor
     visit.send(SHOP, 0)
     wait_until(lambda: len(begun) == 1, "the first begins")
     visit.send(SHOP, 1)
-    wait_until(lambda: worker.broker.limiter.keys()[0].waiting == 1, "the second waits")
+    wait_until(lambda: worker.broker.limiter.states()[0].waiting == 1, "the second waits")
     worker.broker.limiter.set_rate("shop.example", Rate.parse("1/s"))
     clock.advance(1.005)
     wait_until(lambda: len(begun) == 2, "and begins")
@@ -169,7 +169,7 @@ def test_a_deployments_rules_hold_for_actors_without_a_pace(tmp_path: Path, fake
         for url in (SHOP, SHOP, OTHER, OTHER, "https://elsewhere/", "https://elsewhere/"):
             visit.send(url)
         wait_until(lambda: len(begun) == 5, "all but the second of the shop begin")
-        wait_until(lambda: sum(state.waiting for state in worker.broker.limiter.keys()) == 1, "that waits")
+        wait_until(lambda: sum(state.waiting for state in worker.broker.limiter.states()) == 1, "that waits")
         assert begun.count(f"{SHOP}0") == 1
 
 
