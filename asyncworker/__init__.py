@@ -6,6 +6,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     ending                                      who still calls a session that is over is told so
     phases, ledger                              where an attempt is and for how long; the account of attempts
     shielding, threads                          work that ends although its waiter is cancelled, or that blocks
+    pace, limiter, memory_limiter, pacer        how often a site is asked; who may go when; how an attempt waits
     fencing, step_records, once                 which attempt is the latest; steps that are done once
     visitor                                     who a message was when it first ran
     guard, private_hosts                        what the shipped actors refuse
@@ -18,7 +19,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     state_dirs, embedded, vetting               the edges: a store to begin with, and whether it will do
     connecting, patience                        how it is reached, and waited for
     settling, heartbeat, alarm                  what is done is told together; who lives; what is due
-    unique, at_most_once                        messages that are there once, and such as begin once
+    unique, paced, at_most_once                 messages that are there once, that have a pace, and that begin once
     cancellations                               which messages were cancelled
     attempt_log, backlog, accounting            a log line and a row for each attempt, also while the store is away
     middleware, time_limit, watchdog            what fires when; how long code may run, and what if it does not end
@@ -55,6 +56,7 @@ from asyncworker.broker import get_broker
 from asyncworker.cancelling import Cancellation, acancel, cancel
 from asyncworker.errors import AsyncworkerError
 from asyncworker.middleware import Middleware
+from asyncworker.pace import Pace
 from asyncworker.producing import SentMessage, aresult
 from asyncworker.runtime import open_session
 from asyncworker.session import Attempt, Session
@@ -65,6 +67,7 @@ __all__ = [
     "Attempt",
     "Cancellation",
     "Middleware",
+    "Pace",
     "SentMessage",
     "Session",
     "SessionActor",

@@ -11,6 +11,7 @@
     │   ├── InvalidSeed           a seed that is no integer in 0 .. 2**63-1
     │   ├── UrlRefused            not a URL, or one that this deployment does not open
     │   ├── PathRefused           a file outside the output directory
+    │   ├── BudgetSpent           the day's budget of its pace is used up, and the pace says to reject then
     │   ├── UnknownOutcome        what has begun before, and no one knows how it ended: a person decides
     │   └── Unsupported           something that the worker's engine cannot do
     ├── EngineError               the browser or what launches it; retried with the same seed
@@ -22,6 +23,7 @@
     │   ├── ExitDrifted           the proxy's exit changed under the browser
     │   ├── PhaseTimeout          a step of ours took too long (its name is in `phase`)
     │   └── ForkedBrowser         used in a forked child of the process that launched it
+    ├── PaceDeferred              its site has no slot now; it waits in line, and no retry is used
     ├── StepHeld                  another message is at the same step; retried
     ├── StaleAttempt              the message was taken by another worker, which goes on with it
     └── SessionOver               the code kept a session beyond its attempt, or called on when it was cancelled
@@ -140,6 +142,16 @@ class PathRefused(RefusedMessage, ValueError):
     path: str | None
 
 
+class BudgetSpent(RefusedMessage):
+    """The budget of this pace is used up for today, and over_budget="reject"; send the message again tomorrow.
+
+    Not raised with over_budget="defer", the default: such a message waits for the next day.
+    """
+
+    fields = ("key",)
+    key: str | None
+
+
 class UnknownOutcome(RefusedMessage):
     """No one knows whether this took place; look, then run `asyncworker once resolve` or `asyncworker dead retry`.
 
@@ -226,6 +238,17 @@ class PhaseTimeout(EngineError, TimeoutError):
 
 class ForkedBrowser(EngineError):
     """A browser cannot be used in a fork of the process that launched it: launch after the fork, or use spawn."""
+
+
+class PaceDeferred(AsyncworkerError):
+    """This message has no slot at its site now; it waits in line, where it was, and uses up no retry.
+
+    Raised before the code begins. Not raised for a wait of ASYNCWORKER_PACE_HOLD_MS or less, which is slept.
+    """
+
+    fields = ("key", "wait_ms")
+    key: str | None
+    wait_ms: float | None
 
 
 class StepHeld(AsyncworkerError):

@@ -30,6 +30,7 @@ PACING = (Path(__file__).parent / "pacing.lua").read_text()
 _SCRIPT = (
     PACING
     + """
+redis.call("del", KEYS[1] .. ":none")  -- a full store takes the rest of the script then
 local P = pacing(KEYS[1], tonumber(ARGV[1]))
 if ARGV[2] == "arrive" then
     local answer = {}
@@ -37,7 +38,9 @@ if ARGV[2] == "arrive" then
     return answer
 elseif ARGV[2] == "admit" then
     local answer = {}
-    P.admit(function(member) answer[#answer + 1] = member end)
+    P.admit(function(members)
+        for _, member in ipairs(members) do answer[#answer + 1] = member end
+    end)
     return answer
 elseif ARGV[2] == "back" then
     return P.back(ARGV[3], ARGV[4], tonumber(ARGV[5]))
@@ -47,6 +50,9 @@ end
 return P[ARGV[2]](unpack(ARGV, 3))
 """
 )
+
+#: Of the keys in the broker's store, after its namespace.
+PREFIX = ":__pace__"
 
 #: So long is waited in code that runs, which cannot be put off: in effect, as long as its own time limit.
 WITHOUT_END_MS = 31 * 86_400_000
@@ -169,7 +175,7 @@ class Limiter(Protocol):
         """
 
     def succeeded(self, key: str) -> int:
-        """Say that a site has answered well: of ten times each takes back one halving, and one doubling of the back-off.
+        """Say that a site has answered well: ten times take back one halving, and one doubling of the back-off.
 
         Returns:
             How often the rate is still halved.
@@ -187,7 +193,7 @@ class Limiter(Protocol):
     def rates(self) -> dict[str, str]:
         """The rates that were set at run time, by name."""
 
-    def keys(self) -> list[KeyState]:
+    def states(self) -> list[KeyState]:
         """The keys that were used within a day or have a line, by key."""
 
 
@@ -266,7 +272,7 @@ class RedisLimiter:
         stored: Mapping[Any, Any] = self._client.hgetall(f"{self._prefix}:rates")
         return {text(name): text(value).split(" ", 2)[2] for name, value in sorted(stored.items())}
 
-    def keys(self) -> list[KeyState]:
+    def states(self) -> list[KeyState]:
         said = self._do("listing")
         states = [_state(said[start : start + _FACTS]) for start in range(0, len(said), _FACTS)]
         return sorted(states, key=lambda state: state.key)

@@ -170,7 +170,9 @@ class MemoryLimiter:
     def admit(self) -> list[str]:
         with self._lock:
             now, let_go = self._clock_us(), list[str]()
-            for key in sorted((key for key, at in self._due.items() if at <= now), key=lambda key: (self._due[key], key)):
+            for key in sorted(
+                (key for key, at in self._due.items() if at <= now), key=lambda key: (self._due[key], key)
+            ):
                 state = self._get(key, now)
                 while state.line and len(let_go) < AT_ONCE and self._is_near(state, self._next(state, now), now):
                     member = state.head()
@@ -219,7 +221,7 @@ class MemoryLimiter:
         terms = self._terms(state)
         if member and state.line and known is None:
             return Verdict.later, now
-        if terms.max_concurrent and len(state.running) >= terms.max_concurrent:
+        if member and terms.max_concurrent and len(state.running) >= terms.max_concurrent:
             return Verdict.later, now
         if terms.budget and state.spent >= terms.budget:
             return Verdict.spent if terms.rejects else Verdict.later, (now // DAY + 1) * DAY
@@ -340,7 +342,7 @@ class MemoryLimiter:
         with self._lock:
             return {name: str(rate) for name, rate in sorted(self._rates.items())}
 
-    def keys(self) -> list[KeyState]:
+    def states(self) -> list[KeyState]:
         with self._lock:
             now = self._clock_us()
             return [self._shown(self._get(key, now), now) for key in sorted(self._states)]

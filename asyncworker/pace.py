@@ -280,7 +280,7 @@ def names_of(key: str) -> tuple[str, ...]:
 
 # --- rules of a deployment
 
-_PARTS = tuple(field.name for field in fields(Pace) if field.name != "key") + ("per_ms",)
+_PARTS = (*(field.name for field in fields(Pace) if field.name != "key"), "per_ms")
 
 
 @dataclass(frozen=True)

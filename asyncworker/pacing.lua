@@ -8,9 +8,10 @@
 --   <prefix>:members       hash of member to "<state> <ticket> <since> <key>"; state: w waits, o is out, r runs
 --   <prefix>:due           sorted set of keys with a line by when its head may be let go
 --   <prefix>:keys          sorted set of keys by when they were used last
+--   <prefix>:waiting       hash of the first word of members to how many wait: by queue
 --   <prefix>:rates         hash of a rule's name to the rate that was set at run time: "<interval> <pattern> <rate>"
 --
--- A member is a message. Times are microseconds of the store's own clock, which is the only one here.
+-- A member is a message: "<queue> <id>". Times are microseconds of the store's own clock, which is the only one here.
 --
 -- What takes a slot is the commit alone, so whatever else goes wrong no rate is exceeded: an estimate that was wrong
 -- costs a message a second wait. The state of a key outlives its line by a day; what may have been forgotten since the
@@ -20,7 +21,7 @@ local function pacing(prefix, now)
     local SECOND = 1000000
     local DAY = 86400 * SECOND
     local MEMBERS, DUE = prefix .. ":members", prefix .. ":due"
-    local KEYS_USED, RATES = prefix .. ":keys", prefix .. ":rates"
+    local WAITING, KEYS_USED, RATES = prefix .. ":waiting", prefix .. ":keys", prefix .. ":rates"
 
     local OUT_FOR = 60 * SECOND        -- who is out for longer is not waited for
     local LOOK_AGAIN = 5 * SECOND      -- at a line that waits for something to end
@@ -149,10 +150,15 @@ local function pacing(prefix, now)
 
     local function draw_ticket(s) return redis.call("hincrby", state_of(s.key), "ticket", 1) end
 
+    local function count_waiting(s, member, change)
+        s.waiting = s.waiting + change
+        if change ~= 0 then redis.call("hincrby", WAITING, string.match(member, "^%S*"), change) end
+    end
+
     -- Has a member wait, by its ticket.
     local function enter(s, member, ticket)
         note(member, "w", ticket, s.key)
-        s.waiting = s.waiting + redis.call("zadd", line_of(s.key), whole(ticket), member)
+        count_waiting(s, member, redis.call("zadd", line_of(s.key), whole(ticket), member))
         redis.call("zadd", KEYS_USED, whole(now), s.key)
     end
 
@@ -163,9 +169,35 @@ local function pacing(prefix, now)
         local s = get(known.key)
         take_out(s, member)
         take_off(s, member)
-        s.waiting = s.waiting - redis.call("zrem", line_of(s.key), member)
+        count_waiting(s, member, -redis.call("zrem", line_of(s.key), member))
         redis.call("hdel", MEMBERS, member)
         score(s)
+    end
+
+    -- How many wait whose first word is this one; and these members themselves, so many at most.
+    function P.waiting(word) return tonumber(redis.call("hget", WAITING, word) or 0) end
+
+    function P.who_waits(word, most)
+        local found = {}
+        for _, key in ipairs(redis.call("zrange", DUE, 0, -1)) do
+            for _, member in ipairs(redis.call("zrange", line_of(key), 0, -1)) do
+                if #found >= most then return found end
+                if string.sub(member, 1, #word + 1) == word .. " " then found[#found + 1] = member end
+            end
+        end
+        return found
+    end
+
+    function P.is_waiting(member)
+        local known = find(member)
+        return known ~= nil and known.state == "w"
+    end
+
+    -- Forgets all members whose first word is this one.
+    function P.purge(word)
+        for _, member in ipairs(redis.call("hkeys", MEMBERS)) do
+            if string.sub(member, 1, #word + 1) == word .. " " then P.done(member) end
+        end
     end
 
     -- arrive(key, member, window): true when it may go now, within `window` before its slot; else it waits in line.
@@ -200,22 +232,32 @@ local function pacing(prefix, now)
         return goes
     end
 
-    -- admit(place, skip): lets go whose time has come, in order; `place` is called with each before it leaves its line.
-    function P.admit(place)
+    -- The heads of a line whose time has come: {member, ticket, member, ticket, ...}
+    local function heads(s, most)
         local many = 0
-        for _, key in ipairs(redis.call("zrangebyscore", DUE, "-inf", whole(now), "LIMIT", 0, 100)) do
-            local s = get(key)
-            while s.waiting > 0 and many < AT_ONCE and is_near(s, estimate(s, s.out, s.running)) do
-                local head = redis.call("zrange", line_of(key), 0, 0, "WITHSCORES")
-                place(head[1])
-                let_out(s, head[1], tonumber(head[2]))
-                redis.call("zrem", line_of(key), head[1])
-                s.waiting = s.waiting - 1
-                many = many + 1
+        while many < math.min(most, s.waiting) and is_near(s, estimate(s, s.out + many, s.running)) do
+            many = many + 1
+        end
+        return many > 0 and redis.call("zrange", line_of(s.key), 0, many - 1, "WITHSCORES") or {}
+    end
+
+    -- admit(place): lets go whose time has come; `place` is called with them, in order, before they leave their line.
+    function P.admit(place)
+        local keys = redis.call("zrangebyscore", DUE, "-inf", whole(now), "LIMIT", 0, 100)
+        local left = AT_ONCE
+        for _, key in ipairs(keys) do
+            local s, members = get(key), {}
+            local found = heads(s, left)
+            for i = 1, #found, 2 do members[#members + 1] = found[i] end
+            if #members > 0 then place(members) end
+            for i = 1, #found, 2 do
+                let_out(s, found[i], tonumber(found[i + 1]))
+                count_waiting(s, found[i], -redis.call("zrem", line_of(key), found[i]))
             end
+            left = left - #members
             score(s)
         end
-        return many
+        return AT_ONCE - left
     end
 
     -- In how many microseconds a line is to be looked at; -1: there is none.
@@ -265,7 +307,7 @@ local function pacing(prefix, now)
     -- Why a member may take no slot now, and when it might; nil: it may.
     local function refusal(s, known, member, most)
         if member ~= "" and s.waiting > 0 and not known then return "later", now end
-        if s.max > 0 and s.running >= s.max then return "later", now end
+        if member ~= "" and s.max > 0 and s.running >= s.max then return "later", now end
         if s.bud > 0 and s.used >= s.bud then
             if s.rej == 1 then return "spent", (math.floor(now / DAY) + 1) * DAY end
             return "later", (math.floor(now / DAY) + 1) * DAY

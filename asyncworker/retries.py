@@ -10,12 +10,13 @@ from dramatiq.middleware import Callbacks as DramatiqCallbacks
 from dramatiq.middleware import Retries as DramatiqRetries
 from dramatiq.middleware import Shutdown
 
-from asyncworker.at_most_once import BEGUN_OPTION
+from asyncworker.at_most_once import BEGUN_BY_OPTION, BEGUN_OPTION
 from asyncworker.cancellations import Cancelled, as_cancelled
 from asyncworker.errors import (
     BrowserCrashed,
     BrowserRecycled,
     ExitDrifted,
+    PaceDeferred,
     PageCrashed,
     RefusedMessage,
     StaleAttempt,
@@ -33,8 +34,15 @@ MAX_CRASHES = 5
 AFTER_SHUTDOWN_MS = 3_000
 
 
+def defer(broker: Any, message: MessageProxy, key: str) -> None:
+    """Have a message wait in the line of a pace key again, where it was; nothing of it was run."""
+    for option in (BEGUN_OPTION, BEGUN_BY_OPTION):
+        message.options.pop(option, None)
+    broker.defer(message, key)
+
+
 class Callbacks(DramatiqCallbacks):
-    """Dramatiq's callbacks; a cancelled message is no failure and no success, and has none."""
+    """Dramatiq's callbacks; what is cancelled or put off is no failure and no success, and has none."""
 
     def after_process_message(
         self,
@@ -44,7 +52,7 @@ class Callbacks(DramatiqCallbacks):
         result: Any = None,
         exception: BaseException | None = None,
     ) -> None:
-        if not isinstance(as_cancelled(broker, message, exception), Cancelled):
+        if not isinstance(as_cancelled(broker, message, exception), Cancelled | PaceDeferred):
             super().after_process_message(broker, message, result=result, exception=exception)
 
 
@@ -61,6 +69,10 @@ class Retries(DramatiqRetries):
     ) -> None:
         if isinstance(as_cancelled(broker, message, exception), Cancelled):
             return  # neither retried nor a dead letter
+        if isinstance(exception, PaceDeferred):
+            logger.debug("message %s waits in line again: %s", message.message_id, exception)
+            defer(broker, message, exception.key or "")
+            return
         if isinstance(exception, RefusedMessage):
             logger.error("message %s is dead-lettered: %s", message.message_id, exception)
             message.fail()

@@ -110,6 +110,7 @@ class Runtime:
             SessionOver: When the attempt has been cancelled from outside, and its code goes on.
             ExitDrifted: When the proxy's exit changed under the browser.
             Unsupported: When the engine cannot do what the options or the code ask for.
+            PaceDeferred: When the message's site has no slot for it now.
             ConfigurationError: When the engine cannot draw the identity with the deployment's pins.
         """
         await _refuse_if_interrupted(attempt)
@@ -128,6 +129,8 @@ class Runtime:
         lease = loan.lease
         lease.ending.subject = subject(attempt)
         try:
+            if attempt.pacer is not None:
+                await attempt.pacer.begin()  # with the page open: what follows is the code's first request
             phases.enter(Phase.code)
             with self._limited(attempt) as attempt, in_lease(lease), _interrupting(loan):
                 self._limit_waits(lease, attempt)

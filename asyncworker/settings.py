@@ -181,6 +181,12 @@ class Settings(BaseSettings):
     cleanup_timeout_ms: Millis = Field(
         30_000, description="for the code of an interrupted attempt to end its own cleanup"
     )
+    pace_file: DirectoryPath | None = Field(
+        None, description="TOML file with the rates of hosts, which hold for all actors with a session; none: no such"
+    )
+    pace_hold_ms: Annotated[int, Field(ge=0, le=10_000)] = Field(
+        250, description="a paced message that has to wait for no longer waits in its worker, else in the store"
+    )
     time_limit_ms: Millis = Field(600_000, description="for one attempt, unless the actor sets time_limit")
     loop_block_limit_ms: Annotated[Millis, Field(ge=2_000)] = Field(
         60_000, description="for code to block the loop, before the worker process exits (code 75) to be replaced"
@@ -273,6 +279,15 @@ class Settings(BaseSettings):
                 "ASYNCWORKER_BROKER_URL names RabbitMQ, which carries messages only; results, the ledger and the "
                 "deployment's seed need a Redis or Valkey that all workers and producers reach: set "
                 "ASYNCWORKER_STORE_URL=redis://…"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rabbitmq_keeps_no_pace(self) -> Settings:
+        if self.broker_url is not None and self.broker_url.is_rabbitmq and self.pace_file is not None:
+            raise ValueError(
+                "ASYNCWORKER_PACE_FILE needs Redis or Valkey as the broker, since paced messages wait in line there; "
+                "ASYNCWORKER_BROKER_URL names RabbitMQ"
             )
         return self
 

@@ -20,10 +20,12 @@ PACKAGE = Path(asyncworker.__file__).parent
 LAYERS = """
 errors
 ending
-identity urls stores settings shielding threads phases
+identity urls stores settings shielding threads phases pace
 fencing step_records
 once
 ledger guard visitor
+limiter
+memory_limiter pacer
 private_hosts
 lineage processes scratch
 engines.capabilities engines.importing engines.profile engines.lifeline engines.storage_state engines.invisible_client
@@ -31,7 +33,7 @@ engines engines.finding engines.driver engines.playwright engines.remote engines
 generation launching contexts turn recycling browser probing lending watch loop session runtime
 lane sync_face
 state_dirs embedded vetting connecting patience settling alarm heartbeat
-unique at_most_once cancellations attempt_log backlog accounting middleware time_limit watchdog interrupts hurry
+unique paced at_most_once cancellations attempt_log backlog accounting middleware time_limit watchdog interrupts hurry
 redelivery losses retries health_sockets health_server health fitness supervised
 sync_session
 prefetch precedence consumer exchange delivery result_watch results producing redis_broker

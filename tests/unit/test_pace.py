@@ -39,7 +39,9 @@ def test_a_rate_is_read_as_it_is_said(text: str, count: int, per_ms: int) -> Non
     assert Rate.parse(str(rate)) == rate, "and is written so that it is read again"
 
 
-@pytest.mark.parametrize("text", ["", "2", "/s", "0/s", "-1/s", "2/0s", "2/fortnight", "1.5/s", "2 s", "9999/s", "1/99day"])
+@pytest.mark.parametrize(
+    "text", ["", "2", "/s", "0/s", "-1/s", "2/0s", "2/fortnight", "1.5/s", "2 s", "9999/s", "1/99day"]
+)
 def test_what_is_no_rate_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match="no rate") as refused:
         Pace(text)
@@ -136,7 +138,7 @@ def test_a_deployments_rules_have_wildcards_and_a_default() -> None:
     ("document", "said"),
     [
         ('[pac."x"]\nrate="1/s"', "'pac'"),
-        ('[pace."x"]\nrat="1/s"', 'pace."x".*\'rat\''),
+        ('[pace."x"]\nrat="1/s"', "pace.\"x\".*'rat'"),
         ('[pace."x"]\nrate="1/x"', 'pace."x".*no rate'),
         ('[pace."a*"]\nrate="1/s"', "wildcard"),
         ("pace = 3", "no table"),

@@ -207,7 +207,7 @@ def test_what_is_done_is_forgotten_wherever_it_was(limiter: Limiter) -> None:
     for member in ("a", "b", "b", "never"):
         limiter.done(member)
     assert limiter.next_due_ms() is None
-    (state,) = limiter.keys()
+    (state,) = limiter.states()
     assert (state.waiting, state.out, state.running) == (0, 0, 0)
 
 
@@ -256,12 +256,12 @@ def test_who_was_let_go_before_a_hold_waits_again(limiter: Limiter) -> None:
 def test_a_hold_can_be_ended_by_hand(limiter: Limiter) -> None:
     limiter.hold(KEY, until_ms=NOON_US / 1000 + 3_600_000, reason="by hand", slows=True)
     assert arrive(limiter, "a") == [False]
-    (state,) = limiter.keys()
+    (state,) = limiter.states()
     assert (state.held_until_ms, state.reason) == (NOON_US / 1000 + 3_600_000, "by hand")
     assert (state.waiting, state.slowed) == (1, 1)
     limiter.release(KEY)
     assert limiter.admit() == ["a"]
-    (state,) = limiter.keys()
+    (state,) = limiter.states()
     assert (state.held_until_ms, state.reason, state.slowed) == (None, "", 0)
 
 
@@ -300,7 +300,7 @@ def test_a_budget_ends_with_the_day(limiter: Limiter, clock: Clock) -> None:
     assert [limiter.commit(KEY, terms, hold_ms=0).verdict for _ in range(3)] == ["go", "go", "later"]
     assert arrive(limiter, "a") == [False]
     assert limiter.next_due_ms() == 12 * 3_600_000 - HOLD_MS
-    (state,) = limiter.keys()
+    (state,) = limiter.states()
     assert (state.spent, state.budget) == (2, 2)
     clock.advance(12 * 3_600_000)
     assert limiter.admit() == ["a"]
@@ -324,9 +324,9 @@ def test_a_rate_that_is_set_holds_at_once_also_for_those_who_wait(limiter: Limit
     clock.advance(1_005)
     assert limiter.admit() == ["b"]
     assert commit(limiter, "b", hourly) is Verdict.go
-    assert limiter.keys()[0].rate == "1/s"
+    assert limiter.states()[0].rate == "1/s"
     limiter.set_rate("shop.example", None)
-    assert limiter.keys()[0].rate == "1/h"
+    assert limiter.states()[0].rate == "1/h"
     assert commit(limiter, "c", hourly) is Verdict.later
 
 
@@ -343,10 +343,13 @@ def test_the_listing_says_how_much_of_each_key_was_used(limiter: Limiter, clock:
         limiter.commit(KEY, TEN, hold_ms=HOLD_MS)
         clock.advance(1_000)
     limiter.commit(OTHER, SLOW, hold_ms=HOLD_MS)
-    assert [(state.key, state.used, state.rate) for state in limiter.keys()] == [(OTHER, 1, "1/10s"), (KEY, 3, "600/m")]
-    assert (limiter.keys()[0].subject, limiter.keys()[0].exit) == ("other.example", "direct")
+    assert [(state.key, state.used, state.rate) for state in limiter.states()] == [
+        (OTHER, 1, "1/10s"),
+        (KEY, 3, "600/m"),
+    ]
+    assert (limiter.states()[0].subject, limiter.states()[0].exit) == ("other.example", "direct")
     clock.advance(58_500)
-    assert [state.used for state in limiter.keys()] == [1, 1]
+    assert [state.used for state in limiter.states()] == [1, 1]
 
 
 # both are one
@@ -358,7 +361,9 @@ def operations() -> st.SearchStrategy[list[tuple[str, str, int]]]:
     return st.lists(one, max_size=60)
 
 
-def play(limiter: Limiter, clock: Clock, terms: Terms, played: list[tuple[str, str, int]]) -> tuple[list[object], list[float]]:
+def play(
+    limiter: Limiter, clock: Clock, terms: Terms, played: list[tuple[str, str, int]]
+) -> tuple[list[object], list[float]]:
     """What a limiter says to a sequence of calls, and when its slots are."""
     said: list[object] = []
     slots: list[float] = []
@@ -381,7 +386,7 @@ def play(limiter: Limiter, clock: Clock, terms: Terms, played: list[tuple[str, s
             said.append(answer)
         else:
             said.append(calls[name](member, ms))
-        said.append((limiter.next_due_ms(), limiter.keys()))
+        said.append((limiter.next_due_ms(), limiter.states()))
     return said, slots
 
 
