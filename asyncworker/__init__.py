@@ -7,6 +7,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     phases, ledger                              where an attempt is and for how long; the account of attempts
     shielding, threads                          work that ends although its waiter is cancelled, or that blocks
     pace, limiter, memory_limiter, pacer        how often a site is asked; who may go when; how an attempt waits
+    retry_after                                 how long a site wants to be left alone
     fencing, step_records, once                 which attempt is the latest; steps that are done once
     visitor                                     who a message was when it first ran
     guard, private_hosts                        what the shipped actors refuse
@@ -14,7 +15,8 @@ A map, top to bottom; each file may import what stands above it in its group or 
     generation, launching, contexts             one browser; how it and its contexts begin and end
     turn, recycling, browser                    when it is replaced; the owner of all
     probing                                     whether a browser still finishes a navigation
-    lending, watch, loop, session, runtime      one attempt on it, and what its code receives
+    lending, watch, heeding                     a slot and a context; what ends the code; what a site says to all
+    loop, session, runtime                      one attempt on it, and what its code receives
     lane, sync_face                             a synchronous face of a page, for any thread
     state_dirs, embedded, vetting               the edges: a store to begin with, and whether it will do
     connecting, patience                        how it is reached, and waited for
@@ -42,9 +44,10 @@ A map, top to bottom; each file may import what stands above it in its group or 
     kept_worker, supervisor                     workers that are replaced when they die
     commands, installing, sending               what the command `asyncworker` does,
     broker_checks, doctor                       how it looks at what is there,
-    queues, dead_letters, identities, demo/     with its demo
+    queues, paces, dead_letters, identities     what is in the store and what a seed is; with its
+    demo/                                       demo
     terminal, cli_once, cli_dead_letters        its words,
-    cli_queues, cli_reap, cli_health            its tables,
+    cli_queues, cli_pace, cli_reap, cli_health  its tables,
     cli_cancel, cli_bridge, cli_celery, cli     and what it prints
     fakes, testing, pytest_plugin               for users' tests and ours
 

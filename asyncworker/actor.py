@@ -23,7 +23,7 @@ from asyncworker.errors import DeclarationError, InvalidArguments
 from asyncworker.identity import checked_seed, new_seed
 from asyncworker.middleware import CONTEXT_OPTION, IDENTITY_OPTION, SESSION_OPTION, BrowserMiddleware
 from asyncworker.pace import Pace
-from asyncworker.paced import PACE_OPTION
+from asyncworker.paced import NAVIGATIONS_OPTION, PACE_OPTION
 from asyncworker.producing import SentMessage, aside, awaitable, one_send
 from asyncworker.session import Session, current_attempt
 from asyncworker.unique import UNIQUE_OPTION, Unique
@@ -191,6 +191,7 @@ def actor(
     unique: Unique | None = None,
     delivery: Literal["at_least_once", "at_most_once"] = "at_least_once",
     pace: str | Pace | None = None,
+    navigations: bool = False,
     **options: Any,
 ) -> _Decorator: ...
 
@@ -208,6 +209,7 @@ def actor(
     unique: Unique | None = None,
     delivery: str = "at_least_once",
     pace: str | Pace | None = None,
+    navigations: bool = False,
     **options: Any,
 ) -> Any:
     """Declare an async function that receives a `Session` first as an actor.
@@ -227,6 +229,8 @@ def actor(
             a dead letter with an unknown outcome, for a person.
         pace: How often messages of one site and exit may begin, over all workers: `"2/s"`, or a `Pace(...)`. Those
             that have to wait do so in the store, in order; by default the site is the host of the first URL argument.
+        navigations: Each `goto`, `reload`, `go_back` and `go_forward` of a page of the session waits for its slot by
+            itself, but the message's first one; what a click sends is counted, so that what comes next waits for it.
         options: Dramatiq's: max_retries, min_backoff, max_backoff, retry_when, throws, time_limit (ms), max_age
             (ms), store_results, result_ttl (ms), notify_shutdown, on_success, on_failure, pipe_ignore, …
 
@@ -249,7 +253,12 @@ def actor(
         _check_name(home, name, function)
         guards = {
             option: value
-            for option, value in ((UNIQUE_OPTION, unique), (DELIVERY_OPTION, delivery), (PACE_OPTION, pace))
+            for option, value in (
+                (UNIQUE_OPTION, unique),
+                (DELIVERY_OPTION, delivery),
+                (PACE_OPTION, pace),
+                (NAVIGATIONS_OPTION, navigations or None),
+            )
             if value is not None and value != "at_least_once"
         }
         declare = dramatiq.actor(

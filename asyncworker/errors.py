@@ -24,6 +24,7 @@
     │   ├── PhaseTimeout          a step of ours took too long (its name is in `phase`)
     │   └── ForkedBrowser         used in a forked child of the process that launched it
     ├── PaceDeferred              its site has no slot now; it waits in line, and no retry is used
+    │   └── TooManyRequests       the site says to slow down; no worker asks it until that is over
     ├── StepHeld                  another message is at the same step; retried
     ├── StaleAttempt              the message was taken by another worker, which goes on with it
     └── SessionOver               the code kept a session beyond its attempt, or called on when it was cancelled
@@ -249,6 +250,29 @@ class PaceDeferred(AsyncworkerError):
     fields = ("key", "wait_ms")
     key: str | None
     wait_ms: float | None
+
+
+class TooManyRequests(PaceDeferred):
+    """The site says to slow down: no worker asks it until that is over, and this message waits until then, uncounted.
+
+    Raise it where a site says so in its own words: with `retry_after_ms` where it says for how long, and with `url`
+    where it is another site than the message's. The calls that send a page somewhere, as `page.goto`, raise it in a
+    session of an actor with a pace for an answer of 429 or 503; code that catches it deals with that itself.
+
+    Not raised by calls without such an answer: after a click the code is ended, as it is when its page has died.
+    """
+
+    fields = ("key", "wait_ms", "retry_after_ms", "url", "status", "line")
+    retry_after_ms: float | None
+    url: str | None
+    status: int | None
+    line: str | None
+
+    def __init__(self, message: str | None = None, **fields: object) -> None:
+        after = fields.get("retry_after_ms")
+        if after is not None and (isinstance(after, bool) or not isinstance(after, int | float) or not after >= 0):
+            raise ValueError(f"retry_after_ms={after!r} is no time in milliseconds")
+        super().__init__(message, **fields)
 
 
 class StepHeld(AsyncworkerError):

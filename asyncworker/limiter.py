@@ -174,6 +174,16 @@ class Limiter(Protocol):
             slows: Halve the rate, too, up to four times; it recovers by `succeeded`.
         """
 
+    def slow_down(self, key: str, *, for_ms: float | None = None, reason: str = "") -> float | None:
+        """Hold a key, and halve its rate, since its site says to slow down; without a time it is a back-off.
+
+        Where it is held already this makes that longer at most: of the requests that were on their way the first to be
+        refused speaks for all.
+
+        Returns:
+            For how many ms it is held; None: it was held already.
+        """
+
     def succeeded(self, key: str) -> int:
         """Say that a site has answered well: ten times take back one halving, and one doubling of the back-off.
 
@@ -255,6 +265,9 @@ class RedisLimiter:
     ) -> float:
         until_us, _ = self._do("hold", key, _us(until_ms or 0), _us(for_ms or 0), int(slows), reason)
         return int(until_us) / 1000
+
+    def slow_down(self, key: str, *, for_ms: float | None = None, reason: str = "") -> float | None:
+        return int(self._do("told", key, _us(for_ms or 0), reason)) / 1000 or None
 
     def succeeded(self, key: str) -> int:
         return int(self._do("succeeded", key))

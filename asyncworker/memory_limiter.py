@@ -295,20 +295,32 @@ class MemoryLimiter:
         slows: bool = False,
     ) -> float:
         with self._lock:
+            return self._hold(key, self._clock_us(), for_ms=for_ms, until_ms=until_ms, reason=reason, slows=slows)
+
+    def _hold(
+        self, key: str, now: int, *, for_ms: float | None, until_ms: float | None, reason: str, slows: bool
+    ) -> float:
+        state = self._get(key, now)
+        ends: float = round((until_ms or 0) * 1000)
+        if for_ms:
+            ends = now + round(for_ms * 1000)
+        if not ends:
+            ends = now + min(MOST_BACK_OFF, BACK_OFF * 2**state.step)
+            state.step = min(state.step + 1, MOST_STEP)
+        if ends > state.held:
+            state.held, state.reason = ends, reason
+        if slows:
+            state.slow, state.good = min(MOST_SLOW, state.slow + 1), 0
+        self._score(state, now)
+        return state.held / 1000
+
+    def slow_down(self, key: str, *, for_ms: float | None = None, reason: str = "") -> float | None:
+        with self._lock:
             now = self._clock_us()
-            state = self._get(key, now)
-            ends: float = round((until_ms or 0) * 1000)
-            if for_ms:
-                ends = now + round(for_ms * 1000)
-            if not ends:
-                ends = now + min(MOST_BACK_OFF, BACK_OFF * 2**state.step)
-                state.step = min(state.step + 1, MOST_STEP)
-            if ends > state.held:
-                state.held, state.reason = ends, reason
-            if slows:
-                state.slow, state.good = min(MOST_SLOW, state.slow + 1), 0
-            self._score(state, now)
-            return state.held / 1000
+            is_first = self._get(key, now).held <= now
+            if is_first or for_ms:
+                until_ms = self._hold(key, now, for_ms=for_ms, until_ms=None, reason=reason, slows=is_first)
+            return until_ms - now / 1000 if is_first else None
 
     def succeeded(self, key: str) -> int:
         with self._lock:

@@ -49,13 +49,13 @@ from asyncworker.at_most_once import AT_MOST_ONCE, DELIVERY_OPTION, begin, check
 from asyncworker.backlog import Backlog
 from asyncworker.cancellations import as_cancelled
 from asyncworker.engines import Engine
-from asyncworker.errors import AsyncworkerError, DeclarationError, EngineError, InvalidArguments
+from asyncworker.errors import AsyncworkerError, DeclarationError, EngineError, InvalidArguments, TooManyRequests
 from asyncworker.fencing import Fence
 from asyncworker.heartbeat import consumed_queues
 from asyncworker.ledger import Ledger, Outcome, Row
 from asyncworker.loop import LoopThread
 from asyncworker.once import Steps
-from asyncworker.paced import PACE_OPTION, Pacing, check_pace
+from asyncworker.paced import NAVIGATIONS_OPTION, PACE_OPTION, Pacing, check_pace
 from asyncworker.pacer import Pacer
 from asyncworker.runtime import Runtime, set_runtime
 from asyncworker.session import Attempt, current_attempt
@@ -172,7 +172,7 @@ class BrowserMiddleware(Middleware):
 
     @property
     def actor_options(self) -> set[str]:
-        return {SESSION_OPTION, IDENTITY_OPTION, CONTEXT_OPTION, DELIVERY_OPTION, UNIQUE_OPTION, PACE_OPTION}
+        return {SESSION_OPTION, IDENTITY_OPTION, CONTEXT_OPTION, DELIVERY_OPTION, UNIQUE_OPTION, PACE_OPTION, NAVIGATIONS_OPTION}
 
     @property
     def runtime(self) -> Runtime:
@@ -398,7 +398,10 @@ class BrowserMiddleware(Middleware):
         exception: BaseException | None = None,
     ) -> None:
         exception = as_cancelled(broker, message, exception or getattr(message, FAILED_WITH, None))
-        self._close_row(outcome_of(exception), exception)
+        outcome = outcome_of(exception)
+        if outcome is Outcome.deferred and message.failed and isinstance(exception, TooManyRequests):
+            outcome = Outcome.failed  # one at most once is put off by no one
+        self._close_row(outcome, exception)
 
     def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:
         self._close_row(Outcome.rejected, None)

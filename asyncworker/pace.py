@@ -35,6 +35,9 @@ DIRECT = "direct"
 #: The name of the rule for all hosts that no other rule names.
 DEFAULT_RULE = "default"
 
+#: By these statuses a site says to slow down.
+SLOW_DOWN = (429, 503)
+
 OverBudget = Literal["defer", "reject"]
 OVER_BUDGET = ("defer", "reject")
 
@@ -117,6 +120,8 @@ class Pace:
         max_concurrent: So many messages of a key at once.
         budget: At most so much a day of UTC, as `"500/day"`.
         over_budget: What becomes of a message beyond that: `defer` it to the next day, or `reject` it.
+        slow_down_on: The statuses by which the site says to slow down, where a page of the session is sent to it; none:
+            the actor looks for itself, and may raise TooManyRequests.
 
     Raises:
         ValueError: For what cannot be kept.
@@ -129,6 +134,7 @@ class Pace:
     max_concurrent: int | None = None
     budget: int | None = None
     over_budget: OverBudget = "defer"
+    slow_down_on: tuple[int, ...] = SLOW_DOWN
 
     def __init__(
         self,
@@ -141,10 +147,12 @@ class Pace:
         max_concurrent: int | None = None,
         budget: str | int | None = None,
         over_budget: OverBudget = "defer",
+        slow_down_on: Iterable[int] = SLOW_DOWN,
     ) -> None:
         given = {
             "rate": _rate(rate, per_ms), "burst": burst, "jitter": jitter, "key": key,
             "max_concurrent": max_concurrent, "budget": _budget(budget), "over_budget": over_budget,
+            "slow_down_on": _statuses(slow_down_on),
         }  # fmt: skip
         for name, value in given.items():
             object.__setattr__(self, name, value)
@@ -164,7 +172,7 @@ class Pace:
             raise ValueError(f"burst={self.burst} without a rate: there is nothing that it exceeds")
 
     def stricter(self, other: Pace | None) -> Pace:
-        """Of each part the stricter; what is counted by, and the jitter, stay this one's."""
+        """Of each part the stricter; what is counted by, the jitter and the statuses stay this one's."""
         if other is None:
             return self
         rates = [rate for rate in (self.rate, other.rate) if rate is not None]
@@ -178,6 +186,7 @@ class Pace:
             max_concurrent=_least(self.max_concurrent, other.max_concurrent),
             budget=budget,
             over_budget=self.over_budget if budget == self.budget else other.over_budget,
+            slow_down_on=self.slow_down_on,
         )
 
 
@@ -212,6 +221,14 @@ def _rate(rate: str | int | Rate | None, per_ms: int | None) -> Rate | None:
     if rate is None or isinstance(rate, Rate):
         return rate
     return Rate.parse(rate)  # type: ignore[arg-type]  # says of whatever it is that it is no rate
+
+
+def _statuses(given: object) -> tuple[int, ...]:
+    found = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+    for status in found:
+        if not _is_count(status) or not 400 <= status <= 599:
+            raise ValueError(f"slow_down_on={given!r}: {status!r} is no status from 400 to 599")
+    return found
 
 
 def _budget(budget: str | int | None) -> int | None:
@@ -262,6 +279,12 @@ def parts_of(key: str) -> tuple[str, str]:
     """The subject and the exit of a key, as they are shown."""
     subject, _, exit_ = key.partition("|")
     return unquote(subject), unquote(exit_)
+
+
+def shown(key: str) -> str:
+    """A key in words."""
+    subject, exit_ = parts_of(key)
+    return f"{subject} ({exit_})"
 
 
 def rule_names(subject: str) -> list[str]:

@@ -28,6 +28,9 @@ from asyncworker.unique import arguments_of, function_of, has_session, parameter
 #: The option of an actor.
 PACE_OPTION = "pace"
 
+#: The option by which each navigation of an actor's pages waits for a slot.
+NAVIGATIONS_OPTION = "navigations"
+
 #: In an id, what is before the subject.
 MARK = "~"
 
@@ -113,6 +116,7 @@ class Pacing:
             counts_by_message=pace.key is not None,
             seed=seed(),
             hold_ms=self.hold_ms,
+            navigations=bool(actor.options.get(NAVIGATIONS_OPTION)),
             **how,
         )
 
@@ -137,7 +141,9 @@ def check_pace(actor: Actor[..., Any], pacing: Pacing, *, is_kept: bool, broker:
                 f"{broker}: paced messages wait in line there"
             )
         actor.options[PACE_OPTION] = _checked(actor, given)
-    if pacing.concerns(actor):
+    if actor.options.get(NAVIGATIONS_OPTION) and not pacing.concerns(actor):
+        raise DeclarationError(f"{actor.actor_name} has navigations=True and no pace that they could wait for")
+    if has_session(actor):
         # Dramatiq takes what an actor throws for no failure, and logs no traceback of it.
         throws = actor.options.get("throws") or ()
         actor.options["throws"] = (*(throws if isinstance(throws, tuple) else (throws,)), PaceDeferred)
@@ -148,7 +154,7 @@ def _checked(actor: Actor[..., Any], given: object) -> Pace:
         pace = as_pace(given)
     except ValueError as error:
         raise DeclarationError(f"{actor.actor_name}: {error}") from None
-    if pace == Pace(key=pace.key, jitter=pace.jitter):
+    if pace == Pace(key=pace.key, jitter=pace.jitter, slow_down_on=pace.slow_down_on):
         raise DeclarationError(
             f"{actor.actor_name} has a pace that limits nothing: give a rate, max_concurrent or budget"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from typing import ParamSpec, TypeVar
@@ -11,7 +12,7 @@ import redis
 
 from asyncworker.errors import BrokerUnavailable, BudgetSpent, PaceDeferred
 from asyncworker.limiter import WITHOUT_END_MS, Answer, Limiter, Verdict
-from asyncworker.pace import Pace, Terms, host_of, key_of, parts_of
+from asyncworker.pace import Pace, Terms, host_of, key_of, shown
 from asyncworker.threads import in_thread
 
 logger = logging.getLogger("asyncworker.worker")
@@ -36,8 +37,12 @@ class Pacer:
         counts_by_message: All that the message asks for is counted by its own key.
         seed: Of the jitter.
         hold_ms: A wait for no longer is slept before the code begins.
+        navigations: Each navigation of its pages waits for a slot by itself.
         on_due: Told in how many ms a line is to be looked at.
         sleep: Sleeps so many seconds.
+
+    Attributes:
+        is_used: A page was sent somewhere in the message's own slot.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class Pacer:
         counts_by_message: bool,
         seed: int,
         hold_ms: float,
+        navigations: bool = False,
         on_due: Callable[[float], object] = lambda ms: None,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
@@ -64,6 +70,8 @@ class Pacer:
         self._counts_by_message = counts_by_message
         self._seed = seed
         self._hold_ms = hold_ms
+        self.navigations = navigations
+        self.is_used = False
         self._on_due = on_due
         self._sleep = sleep
         self._has_begun = False
@@ -104,6 +112,24 @@ class Pacer:
         while (held_ms := await self._ask(self.limiter.held_ms, key)) > 0:
             await self._sleep(held_ms / 1000)
 
+    async def count(self, url: str) -> None:
+        """Take a slot for what was asked for already: whoever comes next waits for it."""
+        if (found := self.of(url)) is not None:
+            with contextlib.suppress(BudgetSpent):
+                await self._commit(*found, "", WITHOUT_END_MS)
+
+    async def slow_down(self, key: str, *, for_ms: float | None, reason: str) -> float | None:
+        """Hold a key, since its site says so; returns for how many ms, None: it was held already."""
+        return await self._ask(self.limiter.slow_down, key, for_ms=for_ms, reason=reason)
+
+    async def succeeded(self, key: str) -> int:
+        """Say that a site has answered well; returns how often its rate is still halved."""
+        return await self._ask(self.limiter.succeeded, key)
+
+    async def held_ms(self, key: str) -> float:
+        """For how long a key is still held."""
+        return await self._ask(self.limiter.held_ms, key)
+
     def of(self, url: str) -> tuple[str, Pace] | None:
         """The key and the pace of a URL for this message; None: it has no pace."""
         host = host_of(url)
@@ -121,7 +147,7 @@ class Pacer:
             self._on_due(answer.next_due_ms)
         if answer.verdict is Verdict.spent:
             raise BudgetSpent(
-                f"the budget of {pace.budget} a day for {_shown(key)} is used up, and over_budget='reject'", key=key
+                f"the budget of {pace.budget} a day for {shown(key)} is used up, and over_budget='reject'", key=key
             )
         return answer
 
@@ -132,18 +158,14 @@ class Pacer:
                 return await in_thread(call, *args, **kwargs)
             except (redis.RedisError, BrokerUnavailable) as error:
                 if not is_away:
-                    logger.warning("no one may go to %s until the store answers: %s", _shown(self.key), error)
+                    logger.warning("no one may go to %s until the store answers: %s", shown(self.key), error)
                 is_away = True
                 await self._sleep(AGAIN_S)
 
     def _deferral(self, wait_ms: float) -> PaceDeferred:
         return PaceDeferred(
-            f"{_shown(self.key)} has no slot for {wait_ms:.0f} ms; the message waits in line",
+            f"{shown(self.key)} has no slot for {wait_ms:.0f} ms; the message waits in line",
             key=self.key,
             wait_ms=wait_ms,
         )
 
-
-def _shown(key: str) -> str:
-    subject, exit_ = parts_of(key)
-    return f"{subject} ({exit_})"

@@ -70,7 +70,7 @@ class Paces:
     def all(self) -> list[Key]:
         """How every key stands, by name."""
         now = now_ms(self._broker)
-        return [self._at(state, now) for state in self._limiter.keys()]
+        return [self._at(state, now) for state in self._limiter.states()]
 
     def rates(self) -> dict[str, str]:
         """What was set at run time, by name."""

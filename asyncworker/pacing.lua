@@ -424,6 +424,18 @@ local function pacing(prefix, now)
         return {whole(s.held), s.step}
     end
 
+    -- told(key, for, reason): a site says to slow down. For how many microseconds the key is held then; "0" where it was
+    -- held already: of those who were on their way together the first one counts, and a later one makes it longer at most.
+    function P.told(key, for_, reason)
+        local s = get(key)
+        if s.held <= now then
+            P.hold(key, "0", for_, "1", reason)
+            return whole(s.held - now)
+        end
+        if tonumber(for_) > 0 then P.hold(key, "0", for_, "0", reason) end
+        return "0"
+    end
+
     -- free(key): ends a hold, and all that is left of the back-off.
     function P.free(key)
         local s = get(key)

@@ -20,6 +20,7 @@ from asyncworker.errors import (
     PageCrashed,
     RefusedMessage,
     StaleAttempt,
+    TooManyRequests,
 )
 from asyncworker.middleware import emit
 from asyncworker.settling import RETRYING
@@ -29,6 +30,9 @@ logger = logging.getLogger("asyncworker.worker")
 #: A message whose browser died is run again this soon, doubled each time, this often; then it uses up retries.
 CRASH_BACKOFF_MS = 250
 MAX_CRASHES = 5
+
+#: A message whose site says to slow down, and that has no line to wait in, is run again after this, doubled each time.
+SLOW_DOWN_MS, MOST_SLOW_DOWN_MS = 5_000, 600_000
 
 #: An interrupted message is run again after this: threads of the stopping worker still take what is there at once.
 AFTER_SHUTDOWN_MS = 3_000
@@ -69,6 +73,9 @@ class Retries(DramatiqRetries):
     ) -> None:
         if isinstance(as_cancelled(broker, message, exception), Cancelled):
             return  # neither retried nor a dead letter
+        if isinstance(exception, TooManyRequests) and (exception.line is None or BEGUN_OPTION in message.options):
+            self._put_off(broker, message, exception)
+            return
         if isinstance(exception, PaceDeferred):
             logger.debug("message %s waits in line again: %s", message.message_id, exception)
             defer(broker, message, exception.key or "")
@@ -90,6 +97,21 @@ class Retries(DramatiqRetries):
             setattr(message, RETRYING, False)
         if exception is not None and not message.failed:
             emit(broker, "after_retry_message", message, exception=exception)
+
+    def _put_off(self, broker: Broker, message: MessageProxy, exception: TooManyRequests) -> None:
+        """Run a message again after the time that its site asks for; one at most once is not."""
+        if BEGUN_OPTION in message.options:
+            message.fail()
+            return
+        times = message.options["slowed_down"] = message.options.get("slowed_down", 0) + 1
+        back_off_ms = min(MOST_SLOW_DOWN_MS, SLOW_DOWN_MS * 2 ** min(times - 1, 10))
+        delay_ms = round(exception.wait_ms or exception.retry_after_ms or back_off_ms)
+        logger.info("message %s is run again in %d ms, with all its retries: %s", message.message_id, delay_ms, exception)
+        setattr(message, RETRYING, True)
+        try:
+            broker.enqueue(message, delay=delay_ms)  # type: ignore[arg-type]  # as Dramatiq does
+        finally:
+            setattr(message, RETRYING, False)
 
     def _is_innocent(self, broker: Broker, message: MessageProxy, exception: BaseException | None) -> bool:
         """A crash, a recycle, a changed exit or a shutdown is not the code's failure.
