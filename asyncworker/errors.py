@@ -247,13 +247,13 @@ class PaceDeferred(AsyncworkerError):
     Raised before the code begins. Not raised for a wait of ASYNCWORKER_PACE_HOLD_MS or less, which is slept.
     """
 
-    fields = ("key", "wait_ms")
+    fields: ClassVar[tuple[str, ...]] = ("key", "wait_ms")
     key: str | None
     wait_ms: float | None
 
 
 class TooManyRequests(PaceDeferred):
-    """The site says to slow down: no worker asks it until that is over, and this message waits until then, uncounted.
+    """The site says to slow down: no worker asks it before that is over; this message is retried then, uncounted.
 
     Raise it where a site says so in its own words: with `retry_after_ms` where it says for how long, and with `url`
     where it is another site than the message's. The calls that send a page somewhere, as `page.goto`, raise it in a
@@ -268,11 +268,11 @@ class TooManyRequests(PaceDeferred):
     status: int | None
     line: str | None
 
-    def __init__(self, message: str | None = None, **fields: object) -> None:
-        after = fields.get("retry_after_ms")
-        if after is not None and (isinstance(after, bool) or not isinstance(after, int | float) or not after >= 0):
-            raise ValueError(f"retry_after_ms={after!r} is no time in milliseconds")
-        super().__init__(message, **fields)
+    @property
+    def asked_ms(self) -> float | None:
+        """The time that the site asks for; None: it names none, or what is none."""
+        after = self.retry_after_ms
+        return after if isinstance(after, int | float) and 0 < after < float("inf") else None
 
 
 class StepHeld(AsyncworkerError):

@@ -5,9 +5,9 @@
         a click, a form, a script                 ──► the code is ended with it, as when its page has died
     2xx ──► a step back to the former rate, where the key was slowed
 
-A site cannot see this: the answers are listened to, and the calls are wrapped on this side. Nothing is intercepted, as a
-route would have it, which costs each request a round trip and switches the browser's cache off. So what is sent by the
-page itself is not held back; with `navigations` it is counted when it is answered, and what comes next waits for it.
+A site cannot see this: the answers are listened to, and the calls are wrapped on this side. Nothing is intercepted, as
+a route would have it, which costs each request a round trip and switches the browser's cache off. So what is sent by
+the page itself is not held back; with `navigations` it is counted when it is answered, and what comes next waits for it.
 """
 
 from __future__ import annotations
@@ -239,13 +239,16 @@ class Heeding:
         """Hold a key for all workers; a message of another key has to wait for that outside its own line."""
         refusal.key, refusal.line = key, key if key == self._pacer.key else None
         self._recovery.is_slowed(key)
-        held_ms = await self._pacer.slow_down(key, for_ms=refusal.retry_after_ms, reason=said)
+        held_ms = await self._pacer.slow_down(key, for_ms=refusal.asked_ms, reason=said)
         if held_ms is None:
-            refusal.wait_ms = refusal.retry_after_ms or await self._pacer.held_ms(key)
+            refusal.wait_ms = refusal.asked_ms or await self._pacer.held_ms(key)
             return
         refusal.wait_ms = held_ms
         logger.warning(
-            "%s says to slow down (%s): no worker asks it for %.1f s, and then less often", shown(key), said, held_ms / 1000
+            "%s says to slow down (%s): no worker asks it for %.1f s, and then less often",
+            shown(key),
+            said,
+            held_ms / 1000,
         )
 
     async def _succeed(self, key: str) -> None:
@@ -282,8 +285,8 @@ def _refusal(url: str, status: int, headers: Mapping[str, str]) -> TooManyReques
     after_ms = retry_after_ms(headers)
     for_how_long = "" if after_ms is None else f", for {after_ms} ms"
     return TooManyRequests(
-        f"{host_of(url)} answered {status}: it says to slow down{for_how_long}; the message waits in line again and uses "
-        "up no retry",
+        f"{host_of(url)} answered {status}: it says to slow down{for_how_long}; the message waits in line again and "
+        "uses up no retry",
         retry_after_ms=after_ms,
         url=url,
         status=status,

@@ -172,7 +172,15 @@ class BrowserMiddleware(Middleware):
 
     @property
     def actor_options(self) -> set[str]:
-        return {SESSION_OPTION, IDENTITY_OPTION, CONTEXT_OPTION, DELIVERY_OPTION, UNIQUE_OPTION, PACE_OPTION, NAVIGATIONS_OPTION}
+        return {
+            SESSION_OPTION,
+            IDENTITY_OPTION,
+            CONTEXT_OPTION,
+            DELIVERY_OPTION,
+            UNIQUE_OPTION,
+            PACE_OPTION,
+            NAVIGATIONS_OPTION,
+        }
 
     @property
     def runtime(self) -> Runtime:

@@ -168,4 +168,3 @@ class Pacer:
             key=self.key,
             wait_ms=wait_ms,
         )
-

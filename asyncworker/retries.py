@@ -105,8 +105,10 @@ class Retries(DramatiqRetries):
             return
         times = message.options["slowed_down"] = message.options.get("slowed_down", 0) + 1
         back_off_ms = min(MOST_SLOW_DOWN_MS, SLOW_DOWN_MS * 2 ** min(times - 1, 10))
-        delay_ms = round(exception.wait_ms or exception.retry_after_ms or back_off_ms)
-        logger.info("message %s is run again in %d ms, with all its retries: %s", message.message_id, delay_ms, exception)
+        delay_ms = round(exception.wait_ms or exception.asked_ms or back_off_ms)
+        logger.info(
+            "message %s is run again in %d ms, with all its retries: %s", message.message_id, delay_ms, exception
+        )
         setattr(message, RETRYING, True)
         try:
             broker.enqueue(message, delay=delay_ms)  # type: ignore[arg-type]  # as Dramatiq does

@@ -241,9 +241,7 @@ class Runtime:
         if attempt.pacer is None:
             yield
             return
-        heeding = Heeding(
-            lease, attempt.pacer, recovery=self._recovery, spawn=self.host.spawn, end_code=watch.notice
-        )
+        heeding = Heeding(lease, attempt.pacer, recovery=self._recovery, spawn=self.host.spawn, end_code=watch.notice)
         heeding.begin()
         try:
             yield

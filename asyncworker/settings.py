@@ -49,6 +49,13 @@ class EngineName(StrEnum):
     remote = "remote"
 
 
+class CeleryRates(StrEnum):
+    """Who keeps the rate_limit of a Celery task."""
+
+    deployment = "deployment"
+    worker = "worker"
+
+
 def _words(value: Any) -> Any:
     """Lists are written `a,b` or as JSON."""
     if not isinstance(value, str):
@@ -123,6 +130,12 @@ class Settings(BaseSettings):
         le=64,
         description="threads of a worker process that runs Celery tasks; none: 1 where any of them is a plain "
         "function, so that these share what is made in `worker_process_init`",
+    )
+
+    celery_rates: CeleryRates = Field(
+        CeleryRates.deployment,
+        description="who keeps the rate_limit of a Celery task: deployment (all workers together) or worker (each "
+        "worker process alone)",
     )
 
     engine: EngineName = Field(EngineName.invisible, description="what launches or connects a browser")
