@@ -216,7 +216,7 @@ def _rate(rate: str | int | Rate | None, per_ms: int | None) -> Rate | None:
 
 def _budget(budget: str | int | None) -> int | None:
     if budget is None or (_is_count(budget) and isinstance(budget, int)):
-        return budget  # type: ignore[return-value]  # an int or None by now
+        return budget
     read = Rate.parse(budget) if isinstance(budget, str) else None
     if read is None or read.per_ms != DAY_MS:
         raise ValueError(f'budget={budget!r} is no number a day; write it as "500/day"')

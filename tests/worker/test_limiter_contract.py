@@ -227,7 +227,10 @@ def test_as_many_run_at_once_as_may(limiter: Limiter, clock: Clock) -> None:
     assert limiter.next_due_ms() == 0
     assert limiter.admit() == ["c"]
     limiter.lost("b")
-    assert limiter.admit() == ["d"], "a dead worker's is free"
+    assert limiter.admit() == [], "a dead worker's place is that of its message"
+    assert arrive(limiter, "b") == [True]
+    clock.advance(60_001)
+    assert limiter.admit() == ["d"], "unless that never comes"
 
 
 # holds
