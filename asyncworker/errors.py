@@ -144,7 +144,7 @@ class PathRefused(RefusedMessage, ValueError):
 
 
 class BudgetSpent(RefusedMessage):
-    """The budget of this pace is used up for today, and over_budget="reject"; send the message again tomorrow.
+    """The budget of this pace is used up for today, and over_budget="reject"; set a greater one, or send it tomorrow.
 
     Not raised with over_budget="defer", the default: such a message waits for the next day.
     """
@@ -242,7 +242,7 @@ class ForkedBrowser(EngineError):
 
 
 class PaceDeferred(AsyncworkerError):
-    """This message has no slot at its site now; it waits in line, where it was, and uses up no retry.
+    """This message has no slot at its site now; it waits in line, and is then run again, not retried.
 
     Raised before the code begins. Not raised for a wait of ASYNCWORKER_PACE_HOLD_MS or less, which is slept.
     """

@@ -146,7 +146,7 @@ class Limiter(Protocol):
         """Have a member that was out, or ran, wait in line where it was; an unknown one as the last."""
 
     def lost(self, member: str) -> None:
-        """Say that a member's worker died: it goes to another, and runs no more."""
+        """Say that a member's worker died: it goes to another, to take a slot there; its place is kept meanwhile."""
 
     def done(self, member: str) -> None:
         """Forget a member, whatever it was at; may be repeated."""

@@ -6,7 +6,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from asyncworker.limiter import Answer, KeyState, Verdict
 from asyncworker.pace import Rate, Terms, names_of
@@ -47,6 +47,7 @@ class _State:
     step: int = 0
     good: int = 0
     tickets: int = 0
+    is_listed: bool = False
     taken: list[int] = field(default_factory=list)
     line: dict[str, int] = field(default_factory=dict)
     out: dict[str, int] = field(default_factory=dict)
@@ -154,7 +155,7 @@ class MemoryLimiter:
     def _arrive(self, key: str, member: str, window: int, now: int) -> bool:
         known = self._of(key, member)
         state = self._get(key, now)
-        state.window = window
+        state.window, state.is_listed = window, True
         if known is not None and known.state == "w":
             return False
         self._leave(state, member)
@@ -197,7 +198,7 @@ class MemoryLimiter:
             now = self._clock_us()
             known = self._of(key, member)
             state = self._get(key, now)
-            state.terms, state.window = terms, round(hold_ms * 1000)
+            state.terms, state.window, state.is_listed = terms, round(hold_ms * 1000), True
             self._leave(state, member)
             most = round((hold_ms if most_ms is None else most_ms) * 1000) + state.lead
             verdict, at = self._refusal(state, member, known, most, now), float(now)
@@ -251,7 +252,7 @@ class MemoryLimiter:
             now = self._clock_us()
             known = self._of(key, member)
             state = self._get(key, now)
-            state.window = state.window or round(hold_ms * 1000)
+            state.window, state.is_listed = state.window or round(hold_ms * 1000), True
             self._leave(state, member)
             self._enter(state, member, self._ticket(state, known), now)
             self._score(state, now)
@@ -264,7 +265,7 @@ class MemoryLimiter:
             now = self._clock_us()
             state = self._get(known.key, now)
             self._leave(state, member)
-            self._members[member] = replace(known, state="o", since=now)
+            self._let_out(state, member, known.ticket, now)
             self._score(state, now)
 
     def done(self, member: str) -> None:
@@ -301,6 +302,7 @@ class MemoryLimiter:
         self, key: str, now: int, *, for_ms: float | None, until_ms: float | None, reason: str, slows: bool
     ) -> float:
         state = self._get(key, now)
+        state.is_listed = True
         ends: float = round((until_ms or 0) * 1000)
         if for_ms:
             ends = now + round(for_ms * 1000)
@@ -327,7 +329,7 @@ class MemoryLimiter:
             now = self._clock_us()
             state = self._get(key, now)
             if (state.slow or state.step) and state.held <= now:
-                state.good += 1
+                state.good, state.is_listed = state.good + 1, True
                 if state.good >= GOOD_FOR_STEP:
                     state.good, state.slow, state.step = 0, max(0, state.slow - 1), max(0, state.step - 1)
                 self._score(state, now)
@@ -338,6 +340,7 @@ class MemoryLimiter:
             now = self._clock_us()
             state = self._get(key, now)
             state.held, state.reason, state.step, state.slow, state.good = 0, "", 0, 0, 0
+            state.is_listed = True
             self._score(state, now)
 
     def set_rate(self, name: str, rate: Rate | None) -> None:
@@ -357,7 +360,9 @@ class MemoryLimiter:
     def states(self) -> list[KeyState]:
         with self._lock:
             now = self._clock_us()
-            return [self._shown(self._get(key, now), now) for key in sorted(self._states)]
+            return [
+                self._shown(self._get(key, now), now) for key in sorted(self._states) if self._states[key].is_listed
+            ]
 
     def _shown(self, state: _State, now: int) -> KeyState:
         terms, is_held = self._terms(state), state.held > now

@@ -233,7 +233,7 @@ def _statuses(given: object) -> tuple[int, ...]:
 
 def _budget(budget: str | int | None) -> int | None:
     if budget is None or (_is_count(budget) and isinstance(budget, int)):
-        return budget  # type: ignore[return-value]  # an int or None by now
+        return budget
     read = Rate.parse(budget) if isinstance(budget, str) else None
     if read is None or read.per_ms != DAY_MS:
         raise ValueError(f'budget={budget!r} is no number a day; write it as "500/day"')

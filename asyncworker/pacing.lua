@@ -388,14 +388,14 @@ local function pacing(prefix, now)
         score(s)
     end
 
-    -- lost(member): it is given to another, and has no slot there yet.
+    -- lost(member): it is given to another, and has no slot there yet; its place is its own until then.
     function P.lost(member)
         local known = find(member)
         if not known or known.state == "w" then return end
         local s = get(known.key)
         take_out(s, member)
         take_off(s, member)
-        note(member, "o", known.ticket, s.key)
+        let_out(s, member, known.ticket)
         score(s)
     end
 

@@ -25,6 +25,7 @@ import asyncworker
 from asyncworker import consumer, errors, heartbeat, middleware, redis_broker, retries
 from asyncworker.engines import invisible
 from asyncworker.health_server import SharedPort
+from asyncworker.pace import Rules
 from asyncworker.session import Session
 from asyncworker.settings import (
     DEFAULT_SLOTS,
@@ -85,6 +86,12 @@ def test_the_probes_of_kubernetes_ask_what_a_worker_answers(tmp_path: Path) -> N
     assert {int(port) for _, port in asked} == {settings.health_port}
     answers = {path: SharedPort(settings).answer(path) for path, _ in asked}
     assert {path: status for path, (status, _, _) in answers.items()} == {"/ready": 503, "/live": 503}, "no worker"
+
+
+def test_the_rules_of_paces_can_be_read() -> None:
+    (block,) = (block for block in readme.blocks() if block.language == "toml")
+    rules = Rules.read(tomllib.loads(block.text))
+    assert [str(rules.of(host).rate) for host in ("shop.example", "a.example", "b")] == ["10/m", "30/m", "2/s"]  # type: ignore[union-attr]
 
 
 # --- tables that are kept equal

@@ -227,7 +227,10 @@ def test_as_many_run_at_once_as_may(limiter: Limiter, clock: Clock) -> None:
     assert limiter.next_due_ms() == 0
     assert limiter.admit() == ["c"]
     limiter.lost("b")
-    assert limiter.admit() == ["d"], "a dead worker's is free"
+    assert limiter.admit() == [], "a dead worker's place is that of its message"
+    assert arrive(limiter, "b") == [True]
+    clock.advance(60_001)
+    assert limiter.admit() == ["d"], "unless that never comes"
 
 
 # holds
@@ -251,6 +254,21 @@ def test_who_was_let_go_before_a_hold_waits_again(limiter: Limiter) -> None:
     assert arrive(limiter, "a") == [True]
     limiter.hold(KEY, for_ms=20_000)
     assert arrive(limiter, "a") == [False]
+
+
+def test_of_those_who_are_refused_together_the_first_one_counts(limiter: Limiter, clock: Clock) -> None:
+    assert limiter.slow_down(KEY, for_ms=20_000, reason="429") == 20_000
+    assert limiter.slow_down(KEY, for_ms=5_000, reason="429") is None
+    assert limiter.slow_down(KEY, reason="429") is None
+    (state,) = limiter.states()
+    assert (state.slowed, state.reason, limiter.held_ms(KEY)) == (1, "429", 20_000)
+    assert limiter.slow_down(KEY, for_ms=30_000, reason="503") is None
+    assert limiter.held_ms(KEY) == 30_000, "a later one makes it longer"
+    clock.advance(30)
+    assert limiter.slow_down(KEY) == 5_000, "a back-off"
+    clock.advance(5)
+    assert limiter.slow_down(KEY) == 10_000
+    assert limiter.states()[0].slowed == 3
 
 
 def test_a_hold_can_be_ended_by_hand(limiter: Limiter) -> None:
