@@ -6,8 +6,8 @@
     2xx ──► a step back to the former rate, where the key was slowed
 
 A site cannot see this: the answers are listened to, and the calls are wrapped on this side. Nothing is intercepted, as
-a route would have it, which costs each request a round trip and switches the browser's cache off. So what is sent by
-the page itself is not held back; with `navigations` it is counted when it is answered, and what comes next waits for it.
+a route would have it, which costs each request a round trip and switches the browser's cache off. So what the page
+itself sends is not held back; with `navigations` it is counted when it is answered, and what comes next waits for it.
 """
 
 from __future__ import annotations

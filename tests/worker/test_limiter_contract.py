@@ -264,9 +264,9 @@ def test_of_those_who_are_refused_together_the_first_one_counts(limiter: Limiter
     assert (state.slowed, state.reason, limiter.held_ms(KEY)) == (1, "429", 20_000)
     assert limiter.slow_down(KEY, for_ms=30_000, reason="503") is None
     assert limiter.held_ms(KEY) == 30_000, "a later one makes it longer"
-    clock.advance(30)
+    clock.advance(30_000)
     assert limiter.slow_down(KEY) == 5_000, "a back-off"
-    clock.advance(5)
+    clock.advance(5_000)
     assert limiter.slow_down(KEY) == 10_000
     assert limiter.states()[0].slowed == 3
 
