@@ -185,10 +185,13 @@ class Heeding:
     def _answered(self, response: Any) -> None:
         if not response.request.is_navigation_request():
             return
-        page = _page_of(response)
-        if page is None:
-            return
-        sent = self._pages.setdefault(page, _Sent())
+        try:
+            frame = response.frame
+            if frame.parent_frame is not None:
+                return
+            sent = self._pages.setdefault(frame.page, _Sent())
+        except Exception:  # noqa: BLE001 -- each client has its own for a page that it opens only when it is answered
+            sent = _Sent()
         if response is sent.last:
             return
         refusal = self._look(response, sent)
@@ -262,15 +265,6 @@ async def _within(seconds: float, telling: Coroutine[Any, Any, None]) -> None:
             await telling
     except TimeoutError:
         logger.warning("the store does not answer, so other workers have not heard what a site said")
-
-
-def _page_of(response: Any) -> Any | None:
-    """The page whose main frame an answer is for; None: it is for a frame within one, or for none that is there."""
-    try:
-        frame = response.frame
-        return frame.page if frame.parent_frame is None else None
-    except Exception:  # noqa: BLE001 -- each client has its own error for a frame that is not there yet
-        return None
 
 
 def _target(page: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:

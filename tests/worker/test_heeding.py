@@ -1,4 +1,4 @@
-"""What a site says to a page is done for all workers: on the stub broker, whose paces have a clock that the test moves."""
+"""What a site says to a page is done for all workers: on the stub broker, with a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncworker import Pace, Session, actor, open_session
 from asyncworker.errors import DeclarationError, TooManyRequests
 from asyncworker.pace import key_of
 from asyncworker.testing import Document, FakeClock, FakeEngine, StubWorker, stub_worker
-from tests.waiting import wait_until
+from tests.waiting import eventually, wait_until
 
 SHOP, NEXT, OTHER = "https://shop.example/", "https://shop.example/2", "https://other.example/"
 KEY, OTHER_KEY = key_of("shop.example"), key_of("other.example")
@@ -258,8 +258,7 @@ def test_what_a_page_does_by_itself_is_counted_so_that_the_next_waits_for_it(
         await session.page.goto(url)
         page: Any = session.page
         page.go_by_itself(NEXT)  # a click
-        while worker.broker.limiter.states()[0].used < 2:  # noqa: ASYNC110 -- bounded by the test's own limit
-            await asyncio.sleep(0.001)
+        await eventually(lambda: worker.broker.limiter.states()[0].used == 2, "it is counted")
         assert clock.now == 0
         await session.page.goto(url)
 
