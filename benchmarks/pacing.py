@@ -1,6 +1,6 @@
 """Do all workers together keep a pace? Judged by the log of the sites, which are a process of their own.
 
-rate        4 worker processes with 4 slots; one host at 600 a minute and another without a pace, both with work waiting;
+rate        4 worker processes with 4 slots; one host at 600 a minute and another without a pace, with work for both;
             half way 4 more processes. Of any sliding minute: the most and the fewest requests to the paced host
 throughput  of the other host, beside the paced one and alone, in turn
 line        10,000 messages of a slow host in line: what the workers cost then, and how soon another host's begins
@@ -249,7 +249,7 @@ def kills(fleet: Fleet, plan: Plan, found: Found) -> None:
     """Kills for the most of the time; of the last part the rate has to be there again."""
     child = fleet.up(4)
     fleet.send("paced", PACED, round(PER_MINUTE * plan.kills_s / 60 * 1.5))
-    began, killed, drawn = time.monotonic(), 0, random.Random(7)  # noqa: S311 -- not for secrets
+    began, killed, drawn = time.monotonic(), 0, random.Random(7)
     calm_at, store_at = began + plan.kills_s * 0.6, began + plan.kills_s * 0.3
     has_killed_store = False
     while time.monotonic() < calm_at:
