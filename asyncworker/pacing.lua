@@ -281,6 +281,7 @@ local function pacing(prefix, now)
         if s.run ~= "" and run ~= "" and s.run ~= run and s.start > 0 then
             s.start = math.max(s.start, now) + FORGOTTEN
             s.tat = s.start + s.slot
+            put(s, "start", whole(s.start), "run", run)  -- also where no slot is taken now: it is noticed once
         end
         s.run = run
     end

@@ -5,7 +5,7 @@ rate        4 worker processes with 4 slots; one host at 600 a minute and anothe
 throughput  of the other host, beside the paced one and alone, in turn
 line        10,000 messages of a slow host in line: what the workers cost then, and how soon another host's begins
 refused     one 429 with Retry-After 20: how long no worker asks that host, and that others go on
-kills       a worker process is killed each second, and half way the store; and the rate when that is over
+kills       a worker process is killed every three seconds, and half way the store; and the rate when that is over
 browser     the rate and the 429 again with a real Chromium, for a shorter time
 
 All but the last use the fake engine, whose pages are asked for without a browser: 16 and 32 slots of Chromium are more
@@ -17,12 +17,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import re
 import signal
 import sys
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -53,6 +53,9 @@ MANY_PLAIN, FEED_S = 1_500, 0.1
 
 IN_LINE = 10_000
 
+#: A worker that dies soon after it was ready, again and again, is a crash loop, which `up` ends.
+KILL_EVERY_S = 3.0
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -68,8 +71,8 @@ class Plan:
     browser_s: float
 
 
-FULL = Plan(180, 60, 15, 3, 10, 20, 150, 40)
-QUICK = Plan(40, 20, 5, 1, 4, 5, 40, 0)
+FULL = Plan(180, 60, 8, 7, 10, 20, 150, 40)
+QUICK = Plan(40, 20, 4, 3, 4, 5, 50, 0)
 
 
 class Log:
@@ -77,15 +80,30 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._read_to = 0
+        self._reading = threading.Lock()
+        self._asked: dict[int, list[float]] = {site: [] for site in (PACED, PLAIN, SLOW)}
+        self.refused: list[float] = []
 
-    def of(self, site: int, *, since: float = 0.0, status: str | None = None) -> list[float]:
+    def of(self, site: int, *, since: float = 0.0) -> list[float]:
         """When a site was asked."""
-        found = []
-        for line in self._path.read_text().splitlines():
-            at, number, answered = line.split(" ")
-            if int(number) == site and float(at) >= since and status in (None, answered):
-                found.append(float(at))
-        return found
+        self._read()
+        asked = self._asked[site]
+        return asked[bisect_left(asked, since) :]
+
+    def count(self, site: int) -> int:
+        self._read()
+        return len(self._asked[site])
+
+    def _read(self) -> None:
+        with self._reading, self._path.open() as log:
+            log.seek(self._read_to)
+            for line in log.read().rpartition("\n")[0].splitlines():
+                self._read_to += len(line) + 1
+                at, site, status = line.split(" ")
+                self._asked[int(site)].append(float(at))
+                if status == "429":
+                    self.refused.append(float(at))
 
 
 class Fleet:
@@ -131,21 +149,20 @@ class Fleet:
 
     def refuse(self, site: int, seconds: int) -> float:
         """Have a site answer the next request with 429; returns when it did."""
-        since = time.monotonic()
         self._sites.tell(f"refuse {site} {seconds}")
         self._sites.answer()
-        within(30_000, lambda: bool(self.log.of(site, since=since, status="429")), lambda: "no one asked the site")
-        return self.log.of(site, since=since, status="429")[0]
+        within(30_000, lambda: self.log.count(site) > 0 and bool(self.log.refused), lambda: "no one asked the site")
+        return self.log.refused[-1]
 
     @contextmanager
     def fed(self) -> Iterator[None]:
         """Have messages without a pace waiting meanwhile."""
-        over, before = threading.Event(), len(self.log.of(PLAIN))
+        over, before = threading.Event(), self.log.count(PLAIN)
 
         def feed() -> None:
             sent = 0
             while not over.wait(FEED_S):
-                waiting = sent - (len(self.log.of(PLAIN)) - before)
+                waiting = sent - (self.log.count(PLAIN) - before)
                 if waiting < MANY_PLAIN:
                     self.send("plain", PLAIN, 500)
                     sent += 500
@@ -249,14 +266,14 @@ def kills(fleet: Fleet, plan: Plan, found: Found) -> None:
     """Kills for the most of the time; of the last part the rate has to be there again."""
     child = fleet.up(4)
     fleet.send("paced", PACED, round(PER_MINUTE * plan.kills_s / 60 * 1.5))
-    began, killed, drawn = time.monotonic(), 0, random.Random(7)
+    began, killed = time.monotonic(), 0
     calm_at, store_at = began + plan.kills_s * 0.6, began + plan.kills_s * 0.3
     has_killed_store = False
     while time.monotonic() < calm_at:
-        _sleep(1)
+        _sleep(KILL_EVERY_S)
         if workers := fleet.workers(child):
             with suppress(psutil.NoSuchProcess):
-                drawn.choice(workers).kill()
+                workers[0].kill()  # the one that lives longest
                 killed += 1
         if not has_killed_store and time.monotonic() > store_at:
             has_killed_store = True

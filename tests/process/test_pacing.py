@@ -230,3 +230,13 @@ def test_a_store_that_was_started_anew_lets_no_burst_through(store: Store, broke
     answer = broker.limiter.commit(KEY, Terms.of(pace), hold_ms=250, most_ms=5_000)
     assert answer.verdict is Verdict.go
     assert 900 < answer.wait_ms <= 1_201
+
+
+def test_a_restart_is_noticed_once_also_by_who_has_to_wait_for_it(store: Store, broker: WorkerBroker) -> None:
+    """Else each message that is let go would move the slot on, and none would ever take it."""
+    pace = Pace("600/m", jitter=0.0)
+    spend(broker, pace)
+    store.client.hset(f"dramatiq:__pace__:key:{KEY}", "run", "of another life")
+    waits = [broker.limiter.commit(KEY, Terms.of(pace), member=f"{QUEUE} {number}", hold_ms=250) for number in "ab"]
+    assert [answer.verdict for answer in waits] == [Verdict.later, Verdict.later]
+    assert waits[1].wait_ms <= waits[0].wait_ms
