@@ -39,7 +39,7 @@ A map, top to bottom; each file may import what stands above it in its group or 
     broker                                      which of them, and the order of its middleware
     cancelling                                  how a message is cancelled
     actor, last_words                           @actor; what a worker says that cannot begin
-    celery/                                     Celery apps on these workers, and the worker's browser for Celery's tasks
+    celery/                                     Celery apps on these workers, and their browser for Celery's tasks
     deployment, actors                          the entry of `dramatiq asyncworker.actors`
     kept_worker, supervisor                     workers that are replaced when they die
     commands, installing, sending               what the command `asyncworker` does,

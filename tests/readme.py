@@ -24,6 +24,13 @@ COMMANDS_NOT_RUN = {
         "there is no Docker daemon in a test",
         "test_the_dockerfile_starts_a_worker",
     ),
+    "asyncworker pace": ("its sites were asked by no one", "test_the_commands_about_paces_are_as_shown"),
+    "asyncworker pace set shop.example 5/m": ("no worker asks that site", "test_the_commands_about_paces_are_as_shown"),
+    'asyncworker pace hold shop.example --for 10m --reason "asked us to"': (
+        "no worker asks that site",
+        "test_the_commands_about_paces_are_as_shown",
+    ),
+    "asyncworker pace release shop.example": ("no worker asks that site", "test_the_commands_about_paces_are_as_shown"),
 }
 
 #: Python files of README that no test runs, likewise.
