@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -180,8 +179,3 @@ def _as_json(found: Found) -> dict[str, Any]:
 
     read: dict[str, Any] = plain(found)
     return {name: value for name, value in read.items() if value not in (None, [], {})}
-
-
-def gaps(times: Sequence[float]) -> list[float]:
-    """From one request to the next."""
-    return [late - early for early, late in itertools.pairwise(times)]

@@ -30,7 +30,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
 
 
 def test_the_required_benchmarks_are_there() -> None:
-    assert {"broker", "chaos", "ledger", "loop_lag", "overhead", "recycling", "startup"} <= set(SCRIPTS)
+    assert {"broker", "chaos", "ledger", "loop_lag", "overhead", "pacing", "recycling", "startup"} <= set(SCRIPTS)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -376,3 +376,56 @@ def test_the_ledger_is_as_large_as_all_rows_that_it_keeps_by_default(load: Load,
     report = load("ledger").judge({"each succeeds": 300.0, "one of ten is run again": size}, 10)
     assert report.ok is fits
     assert report.as_json()["kept_rows"] == 1_500_000
+
+
+def test_pacing_counts_in_every_window(load: Load) -> None:
+    verdict = load("_pacing_verdict")
+    times = [0.0, 0.1, 0.2, 1.0, 1.1, 2.5, 3.0]
+    assert verdict.most_in(times, 1.0) == 3
+    assert verdict.most_in(times, 1.01) == 4
+    assert verdict.least_in(times, 1.0) == 1
+    assert verdict.least_in(times, 10.0) == len(times), "no window is within the log"
+
+
+def paced(load: Load, *, per_s: float = 10.0, for_s: float = 120.0) -> Any:
+    verdict = load("_pacing_verdict")
+    return verdict.Kept.of([number / per_s for number in range(round(for_s * per_s))], 60)
+
+
+@pytest.mark.parametrize(
+    ("facts", "failing"),
+    [
+        ({}, []),
+        ({"rate": 9.9}, []),
+        ({"rate": 9.8}, ["rate: fewest in 60 s"]),
+        ({"rate": 10.1}, ["rate: most in 60 s"]),
+        (
+            {"throughput": [(100.0, 96.0), (100.0, 94.0), (200.0, 180.0)]},
+            ["another host: throughput beside the paced one"],
+        ),
+        ({"cpu": 5.0}, ["in line: more CPU, % of a core"]),
+        ({"starts": [5.0] * 19 + [51.0]}, ["in line: start of another host's, ms"]),
+        ({"quiet_s": 19.9}, ["429: quiet for s"]),
+        ({"others": 0}, ["429: others go on"]),
+        ({"recovered": 0.9}, ["kills: of the rate, when they are over"]),
+    ],
+)
+def test_pacing_names_the_promise_that_is_broken(facts: dict[str, Any], failing: list[str], load: Load) -> None:
+    verdict = load("_pacing_verdict")
+    found = verdict.Found(
+        rate=paced(load, per_s=facts.get("rate", 9.95)),
+        throughput=facts.get("throughput", [(100.0, 96.0)]),
+        waited=verdict.Waited(10_000, (2.0, facts.get("cpu", 2.5)), (200.0, 201.0), facts.get("starts", [5.0] * 20)),
+        refused=verdict.Refused(20, facts.get("quiet_s", 20.1), facts.get("others", 7)),
+        killed=paced(load, per_s=9.0),
+        recovered=facts.get("recovered", 1.0),
+    )
+    report = verdict.judge(found)
+    assert [check.name for check in report.checks if not check.ok] == failing
+    assert report.ok is not bool(failing)
+    assert report.as_json()["found"]["refused"]["asked_s"] == 20
+
+
+def test_pacing_leaves_out_of_the_quiet_what_was_on_its_way(load: Load) -> None:
+    refused = load("_pacing_verdict").Refused.of(10.0, [9.0, 10.0, 10.2, 31.0], [9.0, 12.0, 29.0, 31.0], 20)
+    assert (refused.quiet_s, refused.others) == (21.0, 2)
