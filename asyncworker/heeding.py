@@ -115,12 +115,14 @@ class Heeding:
         for page in self._context.pages:
             self._adopt(page)
         self._context.on("page", self._adopt)
-        self._context.on("response", self._answered)
+        if self._pacer.listens:
+            self._context.on("response", self._answered)
 
     async def end(self) -> None:
         """Listen no more, and have the store know what was heard."""
         self._context.remove_listener("page", self._adopt)
-        self._context.remove_listener("response", self._answered)
+        if self._pacer.listens:
+            self._context.remove_listener("response", self._answered)
         await self._told()
 
     async def raised(self, error: TooManyRequests) -> None:

@@ -76,6 +76,11 @@ class Pacer:
         self._sleep = sleep
         self._has_begun = False
 
+    @property
+    def listens(self) -> bool:
+        """Whether what pages do by themselves has to be seen: a client tells it of each request of a page, at a cost."""
+        return self.navigations or bool(self._pace.slow_down_on)
+
     async def begin(self) -> None:
         """Take the message's own slot, once, and wait for it.
 
