@@ -78,7 +78,7 @@ class Pacer:
 
     @property
     def listens(self) -> bool:
-        """Whether what pages do by themselves has to be seen: a client tells it of each request of a page, at a cost."""
+        """Whether what pages do by themselves is to be seen: then the client tells of each of their requests."""
         return self.navigations or bool(self._pace.slow_down_on)
 
     async def begin(self) -> None:
