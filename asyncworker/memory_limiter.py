@@ -18,6 +18,7 @@ DAY = 86_400 * SECOND
 OUT_FOR = 60 * SECOND
 LOOK_AGAIN = 5 * SECOND
 MOST_LEAD = 2 * SECOND
+NEAR = 30_000
 BACK_OFF, MOST_BACK_OFF = 5 * SECOND, 600 * SECOND
 MOST_SLOW, GOOD_FOR_STEP, MOST_STEP = 4, 10, 16
 AT_ONCE = 500
@@ -110,6 +111,9 @@ class MemoryLimiter:
     def _is_near(self, state: _State, at: float | None, now: int) -> bool:
         return at is not None and at - now <= state.window + state.lead
 
+    def _early(self, state: _State) -> int:
+        return min(state.window, NEAR) + state.lead
+
     def _next(self, state: _State, now: int) -> float | None:
         return self._estimate(state, len(state.out), len(state.running), now)
 
@@ -118,7 +122,7 @@ class MemoryLimiter:
             self._due.pop(state.key, None)
             return
         at = self._next(state, now)
-        self._due[state.key] = now + LOOK_AGAIN if at is None else max(0, at - state.window - state.lead)
+        self._due[state.key] = now + LOOK_AGAIN if at is None else max(0, at - self._early(state))
 
     # --- members
 
@@ -139,8 +143,8 @@ class MemoryLimiter:
         state.tickets += 1
         return state.tickets
 
-    def _let_out(self, state: _State, member: str, ticket: int, now: int) -> None:
-        self._members[member] = _Member("o", ticket, now, state.key)
+    def _let_out(self, state: _State, member: str, ticket: int, now: int, since: int | None = None) -> None:
+        self._members[member] = _Member("o", ticket, now if since is None else since, state.key)
         state.out[member] = now
 
     def _enter(self, state: _State, member: str, ticket: int, now: int) -> None:
@@ -163,8 +167,12 @@ class MemoryLimiter:
             goes = self._is_near(state, self._estimate(state, 0, len(state.running), now), now)
         else:
             goes = (not state.line or known is not None) and self._is_near(state, self._next(state, now), now)
-        move = self._let_out if goes else self._enter
-        move(state, member, self._ticket(state, known), now)
+        ticket = self._ticket(state, known)
+        if goes:
+            since = known.since if known is not None and known.state == "o" else None
+            self._let_out(state, member, ticket, now, since)
+        else:
+            self._enter(state, member, ticket, now)
         self._score(state, now)
         return goes
 
@@ -175,7 +183,10 @@ class MemoryLimiter:
                 (key for key, at in self._due.items() if at <= now), key=lambda key: (self._due[key], key)
             ):
                 state = self._get(key, now)
-                while state.line and len(let_go) < AT_ONCE and self._is_near(state, self._next(state, now), now):
+                while state.line and len(let_go) < AT_ONCE:
+                    at = self._next(state, now)
+                    if at is None or at - now > self._early(state):
+                        break
                     member = state.head()
                     self._let_out(state, member, state.line.pop(member), now)
                     let_go.append(member)

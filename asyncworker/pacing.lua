@@ -26,6 +26,7 @@ local function pacing(prefix, now)
     local OUT_FOR = 60 * SECOND        -- who is out for longer is not waited for
     local LOOK_AGAIN = 5 * SECOND      -- at a line that waits for something to end
     local MOST_LEAD = 2 * SECOND
+    local NEAR = 30000                 -- before its slot, and what it takes to come there, a line's head is let go
     local FORGOTTEN = SECOND           -- by a store that was killed, at most
     local BACK_OFF, MOST_BACK_OFF = 5 * SECOND, 600 * SECOND
     local MOST_SLOW, GOOD_FOR_STEP = 4, 10
@@ -111,8 +112,8 @@ local function pacing(prefix, now)
         return {state = state, ticket = tonumber(ticket), since = tonumber(since), key = key}
     end
 
-    local function note(member, state, ticket, key)
-        redis.call("hset", MEMBERS, member, state .. " " .. whole(ticket) .. " " .. whole(now) .. " " .. key)
+    local function note(member, state, ticket, key, since)
+        redis.call("hset", MEMBERS, member, state .. " " .. whole(ticket) .. " " .. whole(since or now) .. " " .. key)
     end
 
     -- When one more could begin, beside so many that are out; nil: not before something ends.
@@ -129,6 +130,9 @@ local function pacing(prefix, now)
 
     local function is_near(s, at) return at ~= nil and at - now <= s.window + s.lead end
 
+    -- Who waits in line is let go later than who comes may go: until its slot it would hold one of a worker.
+    local function early(s) return math.min(s.window, NEAR) + s.lead end
+
     -- Notes when a key's line is to be looked at; each change of a key ends with this.
     local function score(s)
         keep(s)
@@ -137,14 +141,14 @@ local function pacing(prefix, now)
             return
         end
         local at = estimate(s, s.out, s.running)
-        redis.call("zadd", DUE, whole(at and math.max(0, at - s.window - s.lead) or now + LOOK_AGAIN), s.key)
+        redis.call("zadd", DUE, whole(at and math.max(0, at - early(s)) or now + LOOK_AGAIN), s.key)
     end
 
     local function take_out(s, member) s.out = s.out - redis.call("zrem", out_of(s.key), member) end
     local function take_off(s, member) s.running = s.running - redis.call("zrem", run_of(s.key), member) end
 
-    local function let_out(s, member, ticket)
-        note(member, "o", ticket, s.key)
+    local function let_out(s, member, ticket, since)
+        note(member, "o", ticket, s.key, since)
         s.out = s.out + redis.call("zadd", out_of(s.key), whole(now), member)
     end
 
@@ -227,7 +231,7 @@ local function pacing(prefix, now)
             goes = (s.waiting == 0 or ticket ~= nil) and is_near(s, estimate(s, s.out, s.running))
         end
         ticket = ticket or draw_ticket(s)
-        if goes then let_out(s, member, ticket) else enter(s, member, ticket) end
+        if goes then let_out(s, member, ticket, is_out and known.since or nil) else enter(s, member, ticket) end
         score(s)
         return goes
     end
@@ -235,7 +239,9 @@ local function pacing(prefix, now)
     -- The heads of a line whose time has come: {member, ticket, member, ticket, ...}
     local function heads(s, most)
         local many = 0
-        while many < math.min(most, s.waiting) and is_near(s, estimate(s, s.out + many, s.running)) do
+        while many < math.min(most, s.waiting) do
+            local at = estimate(s, s.out + many, s.running)
+            if not at or at - now > early(s) then break end
             many = many + 1
         end
         return many > 0 and redis.call("zrange", line_of(s.key), 0, many - 1, "WITHSCORES") or {}
