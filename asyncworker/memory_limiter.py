@@ -19,6 +19,7 @@ OUT_FOR = 60 * SECOND
 LOOK_AGAIN = 5 * SECOND
 MOST_LEAD = 2 * SECOND
 NEAR = 30_000
+CATCH_UP = 100_000
 BACK_OFF, MOST_BACK_OFF = 5 * SECOND, 600 * SECOND
 MOST_SLOW, GOOD_FOR_STEP, MOST_STEP = 4, 10, 16
 AT_ONCE = 500
@@ -219,7 +220,10 @@ class MemoryLimiter:
                 at = max(now, state.held, self._tat(state) - (burst - 1) * self._slot(state) + late)
                 if at - now <= most:
                     verdict = Verdict.go, at
-                    self._take(state, member, known, max(self._tat(state), at - late), now)
+                    tat = self._tat(state)
+                    begun = max(tat, at - late)
+                    is_on_time = begun - tat <= min(CATCH_UP, self._slot(state) / 2)
+                    self._take(state, member, known, tat if is_on_time else begun, now)
                 else:
                     verdict = Verdict.later, at
             if verdict[0] is not Verdict.go and known is not None:

@@ -78,6 +78,22 @@ def test_slots_follow_each_other_at_the_rate(limiter: Limiter, clock: Clock) -> 
     assert limiter.commit(KEY, TEN, hold_ms=HOLD_MS).wait_ms == 100.5
 
 
+def test_who_is_a_little_late_moves_no_slot_after_its_own(limiter: Limiter, clock: Clock) -> None:
+    """A message takes now longer, now shorter to come to its slot; the rate is not to suffer by that."""
+    limiter.commit(KEY, TEN, hold_ms=HOLD_MS)
+    clock.advance(100.5 + 40)
+    assert [limiter.commit(KEY, TEN, hold_ms=HOLD_MS).wait_ms for _ in range(2)] == [0, 60.5]
+    clock.advance(60.5 + 100.5 + 60)
+    assert [limiter.commit(KEY, TEN, hold_ms=HOLD_MS).wait_ms for _ in range(2)] == [0, 100.5], "more than half a slot"
+    limiter.commit(OTHER, SLOW, hold_ms=HOLD_MS)
+    clock.advance(10_050 + 99)
+    waits = [limiter.commit(OTHER, SLOW, hold_ms=HOLD_MS, most_ms=WITHOUT_END_MS).wait_ms for _ in range(2)]
+    assert waits == [0, 10_050 - 99]
+    clock.advance(10_050 - 99 + 10_050 + 101)
+    waits = [limiter.commit(OTHER, SLOW, hold_ms=HOLD_MS, most_ms=WITHOUT_END_MS).wait_ms for _ in range(2)]
+    assert waits == [0, 10_050], "more than a tenth of a second"
+
+
 def test_a_slot_that_is_too_far_off_is_not_taken(limiter: Limiter) -> None:
     assert limiter.commit(KEY, SLOW, hold_ms=HOLD_MS).verdict is Verdict.go
     for _ in range(3):
