@@ -222,7 +222,7 @@ class MemoryLimiter:
                     verdict = Verdict.go, at
                     tat = self._tat(state)
                     begun = max(tat, at - late)
-                    is_on_time = begun - tat <= min(CATCH_UP, self._slot(state) / 2)
+                    is_on_time = begun - tat <= min(CATCH_UP, self._slot(state) * 0.75)
                     self._take(state, member, known, tat if is_on_time else begun, now)
                 else:
                     verdict = Verdict.later, at

@@ -27,7 +27,7 @@ local function pacing(prefix, now)
     local LOOK_AGAIN = 5 * SECOND      -- at a line that waits for something to end
     local MOST_LEAD = 2 * SECOND
     local NEAR = 30000                 -- before its slot, and what it takes to come there, a line's head is let go
-    local CATCH_UP = 100000            -- who is late by no more, nor by half a slot, moves no slot after its own
+    local CATCH_UP = 100000            -- who is late by no more, nor by 3/4 of a slot, moves no slot after its own
     local FORGOTTEN = SECOND           -- by a store that was killed, at most
     local BACK_OFF, MOST_BACK_OFF = 5 * SECOND, 600 * SECOND
     local MOST_SLOW, GOOD_FOR_STEP = 4, 10
@@ -365,7 +365,7 @@ local function pacing(prefix, now)
             local late = math.floor(jitter(s) * s.slot)
             at = math.max(now, s.held, s.tat - (s.burst - 1) * s.slot + late)
             begun = math.max(s.tat, at - late)
-            if begun - s.tat <= math.min(CATCH_UP, s.slot / 2) then begun = s.tat end
+            if begun - s.tat <= math.min(CATCH_UP, s.slot * 0.75) then begun = s.tat end
             verdict = at - now <= most and "go" or "later"
         end
         if verdict == "go" then

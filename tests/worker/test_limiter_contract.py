@@ -83,8 +83,8 @@ def test_who_is_a_little_late_moves_no_slot_after_its_own(limiter: Limiter, cloc
     limiter.commit(KEY, TEN, hold_ms=HOLD_MS)
     clock.advance(100.5 + 40)
     assert [limiter.commit(KEY, TEN, hold_ms=HOLD_MS).wait_ms for _ in range(2)] == [0, 60.5]
-    clock.advance(60.5 + 100.5 + 60)
-    assert [limiter.commit(KEY, TEN, hold_ms=HOLD_MS).wait_ms for _ in range(2)] == [0, 100.5], "more than half a slot"
+    clock.advance(60.5 + 100.5 + 80)
+    assert [limiter.commit(KEY, TEN, hold_ms=HOLD_MS).wait_ms for _ in range(2)] == [0, 100.5], "more than 3/4 of a slot"
     limiter.commit(OTHER, SLOW, hold_ms=HOLD_MS)
     clock.advance(10_050 + 99)
     waits = [limiter.commit(OTHER, SLOW, hold_ms=HOLD_MS, most_ms=WITHOUT_END_MS).wait_ms for _ in range(2)]
