@@ -26,6 +26,7 @@ from asyncworker.celery.native import NativeSignals
 from asyncworker.celery.node import Node
 from asyncworker.celery.process_signals import ProcessSignals
 from asyncworker.celery.rates import Rates
+from asyncworker.celery.sparing import spare
 from asyncworker.celery.stores import SCHEME, is_ours
 from asyncworker.errors import ConfigurationError
 from asyncworker.losses import MAX_LOSSES_OPTION
@@ -121,6 +122,7 @@ class Serving(Middleware):
             app.loader.init_worker()  # imports what the app's configuration names
             app.finalize()
         _warn(self._apps)
+        spare()
         self._set_threads(worker)
         self._limits = Limits(broker, cleanup_s=self._settings.cleanup_timeout_ms / 1000)
         adopt_current_task()
