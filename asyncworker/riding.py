@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from asyncworker.ledger import ClosedRow
 from asyncworker.settling import Done, Settled
 
-#: Seconds that what is done waits for a ride. So much longer is what a killed worker has just done not known to be done.
+#: Seconds that what is done waits for a ride. So much longer is what a killed worker has just done not known as done.
 WAIT_S = 0.005
 
 #: The thread that looks for what waits too long ends when it has found nothing so many times.
@@ -67,6 +67,7 @@ class Riding:
         self._changing = threading.Lock()
         self._thread = threading.local()
         self._looking: threading.Thread | None = None
+        self._is_over = threading.Event()
 
     def put(self, what: ClosedRow | Done) -> None:
         """Have it settled, by a ride if this thread's message has begun with one; waits for nothing."""
@@ -114,6 +115,7 @@ class Riding:
 
     def stop(self) -> None:
         """Have all that waits settled without a ride."""
+        self._is_over.set()
         self._settle_those_since(float("inf"))
 
     def _settle_all(self, riders: list[Rider]) -> None:
@@ -135,13 +137,13 @@ class Riding:
     def _look(self) -> None:
         """See to it that none waits for long; the lock is held."""
         if self._looking is None:
+            self._is_over.clear()
             self._looking = threading.Thread(target=self._run, name="asyncworker-riding", daemon=True)
             self._looking.start()
 
     def _run(self) -> None:
         idle = 0
-        while idle < IDLE_LOOKS:
-            time.sleep(WAIT_S)
+        while idle < IDLE_LOOKS and not self._is_over.wait(WAIT_S):
             idle = 0 if self._settle_those_since(time.monotonic() - WAIT_S) else idle + 1
         with self._changing:
             self._looking = None

@@ -18,7 +18,8 @@ from dramatiq.middleware import CurrentMessage, Shutdown
 
 from asyncworker.cancellations import is_cancelled
 from asyncworker.celery import names
-from asyncworker.celery.bodies import adopt, adopt_current_task, is_async
+from asyncworker.celery.async_tasks import is_async
+from asyncworker.celery.bodies import adopt
 from asyncworker.celery.delivery import Delivery, current_delivery
 from asyncworker.celery.envelope import OPTION, actor_of, delay_ms, facts_of
 from asyncworker.celery.limits import Limits
@@ -125,7 +126,6 @@ class Serving(Middleware):
         spare()
         self._set_threads(worker)
         self._limits = Limits(broker, cleanup_s=self._settings.cleanup_timeout_ms / 1000)
-        adopt_current_task()
         self._nodes = [Node(app, broker=broker, worker=worker, place=place) for place, app in enumerate(self._apps)]
         self._native.hostname, self._native.consumer = self._nodes[0].hostname, self._nodes[0].consumer
         for node in self._nodes:

@@ -38,11 +38,12 @@ prefetch precedence consumer exchange delivery result_watch results producing re
 speaking rabbitmq_consumer rabbitmq broker cancelling actor last_words
 asyncworker
 celery celery.names celery.envelope celery.delivery celery.stores celery.channel celery.transport celery.backend
+celery.async_tasks
 celery.bodies celery.limits celery.rates celery.pool celery.control celery.native celery.node
 celery.process_signals celery.sparing celery.serving
 celery.sources celery.source_redis celery.source_amqp celery.bridge
 deployment actors kept_worker supervisor
-celery.process celery.places celery.async_tasks celery.sessions celery.installation
+celery.process celery.places celery.sessions celery.installation
 broker_checks commands installing doctor sending queues dead_letters identities demo demo.site demo.run
 celery.findings
 celery.check_settings celery.check_signals celery.check_sources
