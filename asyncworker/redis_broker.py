@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -20,14 +19,14 @@ from asyncworker.cancellations import Cancellations, RedisCancelRecords, serial_
 from asyncworker.consumer import WorkerConsumer
 from asyncworker.delivery import Delivery, Item, Shipment, Undelivered
 from asyncworker.errors import BrokerUnavailable, ConfigurationError
-from asyncworker.exchange import Exchange, ask_together
+from asyncworker.exchange import Exchange, OwnConnections, ask_together
 from asyncworker.fencing import Claim, Fence
-from asyncworker.ledger import KEPT, ClosedRow, text
+from asyncworker.ledger import ClosedRow
 from asyncworker.patience import Patience, PatientAfterAttempts, patiently
 from asyncworker.precedence import Precedence
 from asyncworker.producing import ProducerBroker, ToSend
 from asyncworker.riding import Riding
-from asyncworker.settling import RETRYING, SETTLED, Settled, Settling
+from asyncworker.settling import RETRYING, SETTLED, Settled, Settling, as_settled, as_words
 from asyncworker.unique import unique_keys
 
 _SCRIPT = (Path(__file__).parent / "broker.lua").read_text()
@@ -81,8 +80,7 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         self._held: defaultdict[str, set[str]] = defaultdict(set)
         self._stranded: defaultdict[str, set[str]] = defaultdict(set)
         self.patience = Patience()
-        #: A connection for each thread that begins messages: taking one from the pool costs as much as a command.
-        self._of_thread = threading.local()
+        self._own_connections = OwnConnections(client)
         self.settling = Settling(self._settle)
         self.riding = Riding(self.settling.put)
         self.alarm = Alarm(self._ring)
@@ -200,35 +198,24 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
 
             def begin() -> None:
                 ride.tries += 1
-                along = _as_words(ride.identifiers, ride.rows) if ride.riders else ()
-                answer = self._ask_alone("begin", queue_name, identifier, *along)
-                ride.settled = _as_settled(answer, ride.identifiers, ride.rows)
+                along = as_words(ride.identifiers, ride.rows) if ride.riders else ()
+                ride.settled = as_settled(self._begin(queue_name, identifier, *along), ride.identifiers, ride.rows)
 
             patiently(begin, "begin a message", self.patience)
 
-    def _ask_alone(self, command: str, queue_name: str, *words: Any) -> Any:
-        """Do a command over this thread's own connection."""
-        client = getattr(self._of_thread, "client", None)
-        if client is None:
-            client = self._of_thread.client = self.client.client()
-        whole = ("EVALSHA", self._script.sha, 1, self.namespace, command, queue_name, self.broker_id, *words)
+    def _begin(self, queue_name: str, *words: Any) -> Any:
+        sha, who = self._script.sha, self.broker_id
         try:
-            (answer,) = ask_together(client, [whole])
-        except BaseException:  # whoever was interrupted has left an answer behind, which is no one else's
-            client.connection.disconnect()
-            raise
-        if isinstance(answer, redis.exceptions.NoScriptError):
-            return self._dispatch(command)(queue_name, *words)  # loads it
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+            return self._own_connections.ask(("EVALSHA", sha, 1, self.namespace, "begin", queue_name, who, *words))
+        except redis.exceptions.NoScriptError:
+            return self.do_begin(queue_name, *words)  # loads it
 
     def _ring(self, queue_name: str) -> None:
         self.do_ring(queue_name)
 
     def _settle(self, queue_name: str, rejected: bool, identifiers: list[str], rows: list[ClosedRow]) -> Settled:
-        words = _as_words(identifiers, rows, how="nack" if rejected else "ack")
-        return _as_settled(self.do_settle(queue_name, *words), identifiers, rows)
+        words = as_words(identifiers, rows, how="nack" if rejected else "ack")
+        return as_settled(self.do_settle(queue_name, *words), identifiers, rows)
 
     def leave(self, client: redis.Redis | None = None, *, queues: Iterable[str] = ()) -> None:
         """Say that this process's worker has stopped, and give back what it still holds of these queues.
@@ -365,21 +352,6 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
             taken=[messages[place] for place in sorted(error.taken)],
             untaken=[given[place] for place in left],
         )
-
-
-def _as_words(identifiers: list[str], rows: list[ClosedRow], *, how: str = "ack") -> list[Any]:
-    """What is done, and rows, as the script takes them."""
-    written = [part for row in rows for part in (row.key, row.number, row.text)]
-    kept = rows[0].kept if rows else KEPT
-    return [how, len(identifiers), *identifiers, kept.ms, kept.rows, *written]
-
-
-def _as_settled(answer: Sequence[Any], identifiers: list[str], rows: list[ClosedRow]) -> Settled:
-    were_ours, refused = answer[: len(identifiers)], answer[len(identifiers) :]
-    return Settled(
-        [bool(each) for each in were_ours],
-        [(rows[place], text(reason)) for place, reason in zip(refused[::2], refused[1::2], strict=True)],
-    )
 
 
 def _name_those_there(messages: list[Message[Any]], shipment: Shipment) -> dict[int, str]:

@@ -6,8 +6,8 @@
             the body
 
 `prefork` is `celery worker --pool prefork --concurrency N`; `sync` is the same task on this project's workers
-(`-p N -t 1`), and `async` an `async def` one there. Each has a Valkey of its own; all are up during the whole run, one
-works at a time, their rounds rotate, and ratios are taken within a rotation.
+(`-p N -t 1`), and `async` an `async def` one there (`-p N`, so with Dramatiq's eight threads). Each has a Valkey of its
+own; all are up during the whole run, one works at a time, their rounds rotate, and ratios are taken within a rotation.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ class Round:
 Rounds = Sequence[Mapping[str, Round]]
 Up = Mapping[str, tuple[Worker, Producer]]
 
-_OURS = ("dramatiq", "asyncworker.actors", "-p", "{threads}", "-t", "1")
+_OURS = ("dramatiq", "asyncworker.actors", "-p", "{threads}")
 
 
-def _ours(name: str, module: str, configured: str) -> System:
+def _ours(name: str, module: str, configured: str, *options: str) -> System:
     variables = (("ASYNCWORKER_CELERY_APP", f"{module}:app"),)
-    return System(name, module, ("asyncworker", "celery"), _OURS, configured, variables=variables, is_ours=True)
+    command = (*_OURS, *options)
+    return System(name, module, ("asyncworker", "celery"), command, configured, variables=variables, is_ours=True)
 
 
 PREFORK = System(
@@ -70,8 +71,8 @@ SYSTEMS = {
     system.name: system
     for system in (
         PREFORK,
-        _ours("sync", "on_adapter", "the same task; broker_url is ours"),
-        _ours("async", "on_adapter_async", "an async def task"),
+        _ours("sync", "on_adapter", "the same task; broker_url is ours", "-t", "1"),
+        _ours("async", "on_adapter_async", "an async def task, eight threads"),
     )
 }
 
