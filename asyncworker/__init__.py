@@ -17,7 +17,8 @@ A map, top to bottom; each file may import what stands above it in its group or 
     lane, sync_face                             a synchronous face of a page, for any thread
     state_dirs, embedded, vetting               the edges: a store to begin with, and whether it will do
     connecting, patience                        how it is reached, and waited for
-    settling, heartbeat, alarm                  what is done is told together; who lives; what is due
+    settling, riding                            what is done is told together, or with what begins
+    heartbeat, alarm                            who lives; what is due
     unique, at_most_once                        messages that are there once, and such as begin once
     cancellations                               which messages were cancelled
     attempt_log, backlog, accounting            a log line and a row for each attempt, also while the store is away

@@ -353,6 +353,16 @@ end
 
 if command == "settle" then return settle(unpack(ARGV, 4)) end
 
+-- begin(id, ...): what was lost before, or is of a queue that says so, begins now. What else is given is what `settle`
+-- takes, and is settled with it.
+local function begin(id, ...)
+    though_full()
+    redis.call("srem", ahead_of(broker, queue), id)
+    return select("#", ...) > 0 and settle(...) or {}
+end
+
+if command == "begin" then return begin(unpack(ARGV, 4)) end
+
 -- Puts ids at the front of a list, the first of them first.
 local function push_front(list, ids)
     for i = #ids, 1, -1 do
@@ -477,12 +487,6 @@ function commands.ring()
     ingest(at)
     release(at)
     if redis.call("llen", waiting) > 0 and redis.call("llen", wake) == 0 then wake_one() end
-end
-
--- begin(id): what was lost before begins now.
-function commands.begin(id)
-    though_full()
-    redis.call("srem", ahead_of(broker, queue), id)
 end
 
 -- rewrite(id, body): another body for what this broker has fetched; answers as ack.

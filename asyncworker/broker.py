@@ -112,7 +112,7 @@ def make_redis_broker(settings: Settings) -> WorkerBroker:
     for middleware in middleware_in_order(
         settings,
         # Rows travel with the acknowledgements, which go to the same store.
-        ledger=RedisLedger(client, behind=broker.settling.put, kept=kept(settings)),
+        ledger=RedisLedger(client, behind=broker.riding.put, kept=kept(settings)),
         step_records=RedisStepRecords(client, knows_claims=True),
         results=PatientResults(client=client, patience=broker.patience),
         draw_seed=lambda: _stored_seed(broker, broker.exchange, broker.where),

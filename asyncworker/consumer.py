@@ -107,12 +107,14 @@ class WorkerConsumer(_RedisConsumer):
         identifier = message.options["redis_message_id"]
         gave_up, settled = self.broker.patience.gave_up(), getattr(message, SETTLED, None)
         if settled is not None:  # with its next attempt
+            self.broker.riding.get_off()
             self._prefetch.done(identifier)
             self._settled(message, identifier, settled)
             self._freed.set()
             self.broker.precedence.freed(self.queue_name)
             return
         if gave_up:
+            self.broker.riding.get_off()
             logger.error(
                 "message %s (%s) was done, but not what follows it: the store was away when this worker had to stop, "
                 "so it is run again",
@@ -128,7 +130,9 @@ class WorkerConsumer(_RedisConsumer):
             self._stranded.add(identifier)
             self._freed.set()
 
-        self.broker.settling.put(Done(self.queue_name, identifier, message.message_id, rejected, taken, refused))
+        if not self._fetched and self._prefetch.out <= self._prefetch.threads:  # none is about to begin
+            self.broker.riding.get_off()
+        self.broker.riding.put(Done(self.queue_name, identifier, message.message_id, rejected, taken, refused))
         if self._prefetch.done(identifier):
             self._freed.set()
         self.broker.precedence.freed(self.queue_name)

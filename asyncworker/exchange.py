@@ -67,6 +67,32 @@ def ask_together(client: redis.Redis, commands: Sequence[Command]) -> list[Answe
     return answers
 
 
+class OwnConnections:
+    """A connection for each thread that asks: taking one from the pool costs as much as a command.
+
+    Parameters:
+        client: Has them made, and has them back when their thread has ended.
+    """
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._client = client
+        self._of_thread = threading.local()
+
+    def ask(self, command: Command) -> Answer:
+        """What the store says to a command; its refusal is raised."""
+        own = getattr(self._of_thread, "client", None)
+        if own is None:
+            own = self._of_thread.client = self._client.client()  # type: ignore[no-untyped-call]
+        try:
+            (answer,) = ask_together(own, [command])
+        except BaseException:  # whoever was interrupted has left an answer behind, which is no one else's
+            own.connection.disconnect()
+            raise
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
 def _read(connection: Any) -> Answer:
     """The next answer; a refusal is one, too."""
     try:

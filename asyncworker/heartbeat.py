@@ -65,6 +65,7 @@ class Heartbeat(Middleware):
         ends = time.monotonic() + max(LEAST_S, min(STOP_S, broker.patience.left_s))
         for thread in worker.workers:
             thread.join(max(0.0, ends - time.monotonic()))
+        broker.riding.stop()
         broker.settling.stop(max(LEAST_S, min(STOP_S, broker.patience.left_s)))
         self._stop.set()
         if self._thread is not None:

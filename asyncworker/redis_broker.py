@@ -19,13 +19,14 @@ from asyncworker.cancellations import Cancellations, RedisCancelRecords, serial_
 from asyncworker.consumer import WorkerConsumer
 from asyncworker.delivery import Delivery, Item, Shipment, Undelivered
 from asyncworker.errors import BrokerUnavailable, ConfigurationError
-from asyncworker.exchange import Exchange, ask_together
+from asyncworker.exchange import Exchange, OwnConnections, ask_together
 from asyncworker.fencing import Claim, Fence
-from asyncworker.ledger import KEPT, ClosedRow, text
+from asyncworker.ledger import ClosedRow
 from asyncworker.patience import Patience, PatientAfterAttempts, patiently
 from asyncworker.precedence import Precedence
 from asyncworker.producing import ProducerBroker, ToSend
-from asyncworker.settling import RETRYING, SETTLED, Settled, Settling
+from asyncworker.riding import Riding
+from asyncworker.settling import RETRYING, SETTLED, Settled, Settling, as_settled, as_words
 from asyncworker.unique import unique_keys
 
 _SCRIPT = (Path(__file__).parent / "broker.lua").read_text()
@@ -79,7 +80,9 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         self._held: defaultdict[str, set[str]] = defaultdict(set)
         self._stranded: defaultdict[str, set[str]] = defaultdict(set)
         self.patience = Patience()
+        self._own_connections = OwnConnections(client)
         self.settling = Settling(self._settle)
+        self.riding = Riding(self.settling.put)
         self.alarm = Alarm(self._ring)
         records = RedisCancelRecords(client, prefix=f"{self.namespace}:")
         #: Which messages were cancelled; what is fetched brings the news.
@@ -187,22 +190,32 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
 
         From now on it may be lost.
         """
-        identifier = message.options["redis_message_id"]
-        patiently(lambda: self.do_begin(message.queue_name, identifier), "begin a message", self.patience)
+        identifier, queue_name = message.options["redis_message_id"], message.queue_name
+        if queue_name not in self.queues_that_say_begin:
+            patiently(lambda: self.do_begin(queue_name, identifier), "begin a message", self.patience)
+            return
+        with self.riding.ride(queue_name) as ride:
+
+            def begin() -> None:
+                ride.tries += 1
+                along = as_words(ride.identifiers, ride.rows) if ride.riders else ()
+                ride.settled = as_settled(self._begin(queue_name, identifier, *along), ride.identifiers, ride.rows)
+
+            patiently(begin, "begin a message", self.patience)
+
+    def _begin(self, queue_name: str, *words: Any) -> Any:
+        sha, who = self._script.sha, self.broker_id
+        try:
+            return self._own_connections.ask(("EVALSHA", sha, 1, self.namespace, "begin", queue_name, who, *words))
+        except redis.exceptions.NoScriptError:
+            return self.do_begin(queue_name, *words)  # loads it
 
     def _ring(self, queue_name: str) -> None:
         self.do_ring(queue_name)
 
     def _settle(self, queue_name: str, rejected: bool, identifiers: list[str], rows: list[ClosedRow]) -> Settled:
-        written = [part for row in rows for part in (row.key, row.number, row.text)]
-        kept = rows[0].kept if rows else KEPT
-        how = "nack" if rejected else "ack"
-        answer = self.do_settle(queue_name, how, len(identifiers), *identifiers, kept.ms, kept.rows, *written)
-        were_ours, refused = answer[: len(identifiers)], answer[len(identifiers) :]
-        return Settled(
-            [bool(each) for each in were_ours],
-            [(rows[place], text(reason)) for place, reason in zip(refused[::2], refused[1::2], strict=True)],
-        )
+        words = as_words(identifiers, rows, how="nack" if rejected else "ack")
+        return as_settled(self.do_settle(queue_name, *words), identifiers, rows)
 
     def leave(self, client: redis.Redis | None = None, *, queues: Iterable[str] = ()) -> None:
         """Say that this process's worker has stopped, and give back what it still holds of these queues.

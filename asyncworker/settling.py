@@ -14,13 +14,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import redis
 
-from asyncworker.ledger import ClosedRow
+from asyncworker.ledger import KEPT, ClosedRow, text
 from asyncworker.patience import passes, patiently
 
 logger = logging.getLogger("asyncworker.broker")
@@ -199,3 +200,19 @@ class Settling:
             self._refused.append(row)
         if not refused:
             self._is_refusing = False
+
+
+def as_words(identifiers: list[str], rows: list[ClosedRow], *, how: str = "ack") -> list[Any]:
+    """What is done, and rows, as the script takes them."""
+    written = [part for row in rows for part in (row.key, row.number, row.text)]
+    kept = rows[0].kept if rows else KEPT
+    return [how, len(identifiers), *identifiers, kept.ms, kept.rows, *written]
+
+
+def as_settled(answer: Sequence[Any], identifiers: list[str], rows: list[ClosedRow]) -> Settled:
+    """What the script has answered to `as_words` of these."""
+    were_ours, refused = answer[: len(identifiers)], answer[len(identifiers) :]
+    return Settled(
+        [bool(each) for each in were_ours],
+        [(rows[place], text(reason)) for place, reason in zip(refused[::2], refused[1::2], strict=True)],
+    )

@@ -47,6 +47,7 @@ class System:
         configured: What was decided for it, for the README and the JSON.
         delays: It can delay a message by itself.
         recovers: Its recovery is measured.
+        is_ours: Its broker is this project's.
     """
 
     name: str
@@ -57,6 +58,7 @@ class System:
     variables: tuple[tuple[str, str], ...] = ()
     delays: bool = True
     recovers: bool = False
+    is_ours: bool = False
 
 
 _DRAMATIQ = ("-p", "1", "-t", "{threads}")
@@ -81,6 +83,7 @@ SYSTEMS = {
             "get_broker(), actors without a session",
             variables=(("ASYNCWORKER_ACTORS", "on_ours"),),
             recovers=True,
+            is_ours=True,
         ),
         System("arq", "on_arq", ("arq",), ("arq", "on_arq.Worker"), "poll_delay 0.5 s, max_jobs = threads"),
         System(
@@ -163,11 +166,16 @@ def _free_port() -> int:
 
 
 class Bench:
-    """Where the systems' processes are started."""
+    """Where the systems' processes are started.
 
-    def __init__(self, place: Workshop, *, threads: int, pythons: dict[str, str]) -> None:
+    Parameters:
+        results: True when Celery's results are kept, where there are any.
+    """
+
+    def __init__(self, place: Workshop, *, threads: int, pythons: dict[str, str], results: bool = False) -> None:
         self.place = place
         self.threads = threads
+        self._results = results
         self._pythons = pythons
         self._servers: dict[str, Server] = {}
         self._started = 0
@@ -227,12 +235,13 @@ class Bench:
         stamps = folder / "stamps"
         stamps.touch()
         parameters = {"url": server.url, "threads": self.threads, "stamps": str(stamps), "holds": holds}
+        parameters["results"] = self._results
         (folder / "parameters.json").write_text(json.dumps(parameters))
         return folder
 
     def _variables(self, system: System, server: Server) -> dict[str, str]:
         own = {"PYTHONPATH": str(SOURCES)}
-        if system.name == "ours":
+        if system.is_ours:
             own["ASYNCWORKER_BROKER_URL"] = server.url
         return own | dict(system.variables)
 

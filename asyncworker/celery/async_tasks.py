@@ -1,8 +1,8 @@
-"""`async def` tasks: their coroutine runs on the worker's loop, while the thread that runs the task waits.
+"""`async def` tasks: their coroutine runs on the process's loop, while the thread that runs the task waits.
 
-Celery keeps the running task and its request on stacks of the thread. Here the coroutine, and whatever it starts, sees
-the stacks of the thread that waits for it. What is raised in that thread, such as SoftTimeLimitExceeded, is raised in
-the coroutine, at its await.
+So it is in a worker of this package, and in Celery's own once `install(app)` was called. Celery keeps the running task
+and its request on stacks of the thread; here the coroutine, and whatever it starts, sees the stacks of the thread that
+waits for it. What is raised in that thread, such as SoftTimeLimitExceeded, is raised in the coroutine, at its await.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import logging
 import types
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextvars import ContextVar
@@ -25,23 +24,41 @@ from asyncworker.errors import ConfigurationError
 from asyncworker.loop import LoopThread
 from asyncworker.session import Attempt, current_attempt
 
-logger = logging.getLogger("asyncworker.celery")
-
-#: The mark of a function that runs a coroutine function on the loop.
+#: The mark of a task whose coroutine runs on the loop, and of what finds the stacks of that.
 _MARK = "_asyncworker_runs"
+
+#: What `pydantic_wrapper` of celery.app.base calls the function of a task with pydantic=True.
+_VALIDATED = "task_fun"
 
 #: Whose stacks of tasks and requests are meant; None: the running thread's.
 _stacks_of: ContextVar[object | None] = ContextVar("asyncworker_celery_stacks", default=None)
 
 
+def is_async(task: Task) -> bool:
+    """True when a task's function is a coroutine function."""
+    return inspect.iscoroutinefunction(inspect.unwrap(getattr(task, "_orig_run", task.run)))
+
+
 def make_runnable(task: Task) -> bool:
     """Have an `async def` task run on the loop; True when it was not so yet, and its tracer has to be built anew."""
+    if getattr(task, _MARK, False) or not is_async(task):
+        return False
+    setattr(task, _MARK, True)
     name = "_orig_run" if hasattr(task, "_orig_run") else "run"  # autoretry has wrapped it, and calls the other
     function = getattr(task, name)
-    if hasattr(function, _MARK) or not inspect.iscoroutinefunction(inspect.unwrap(function)):
-        return False
-    setattr(task, name, _runner(task, function))
+    validated = _validated_by(function)
+    if validated is None:
+        setattr(task, name, _runner(task, function))
+    else:  # by what it returns, which is a model to be dumped, and no coroutine
+        validated.cell_contents = _runner(task, validated.cell_contents)
     return True
+
+
+def _validated_by(function: Any) -> types.CellType | None:
+    """Where a function that validates another one's arguments by pydantic has that; None: it is the task's own."""
+    plain = getattr(function, "__func__", function)
+    names = plain.__code__.co_freevars if plain.__closure__ and hasattr(plain, "__wrapped__") else ()
+    return plain.__closure__[names.index(_VALIDATED)] if _VALIDATED in names else None
 
 
 def _runner(task: Task, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,14 +71,14 @@ def _runner(task: Task, function: Callable[..., Any]) -> Callable[..., Any]:
         with in_task(task):
             return run_on(there, coroutine) if isinstance(there, LoopThread) else asyncio.run(coroutine)
 
-    setattr(run, _MARK, function)
     return run
 
 
 @contextlib.contextmanager
 def in_task(task: Task) -> Iterator[None]:
     """What begins here, on the loop or in other threads, is part of the task that this thread runs."""
-    stacks = _stacks_of.set(_own(task))
+    follow(task)
+    stacks = _stacks_of.set(_state._task_stack.__ident_func__())
     attempt = current_attempt.set(current_attempt.get() or attempt_of(task))
     try:
         yield
@@ -78,46 +95,64 @@ def attempt_of(task: Task) -> Attempt:
 
 def run_on(loop_thread: LoopThread, coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Run the coroutine on the loop and wait for it; what is raised in this thread meanwhile is raised in it."""
-    work = _Work(coroutine)
-    while True:
-        try:
-            return loop_thread.run_coroutine(work.ended())
-        except Interrupt:
-            raise
-        except Exception as error:
-            if work.has_ended:
+    driver = _Driver(coroutine)
+    step = driver.run
+    try:
+        while True:
+            try:
+                return loop_thread.run_coroutine(step())
+            except Interrupt:
                 raise
-            loop_thread.loop.call_soon_threadsafe(work.throw, error)
-        except BaseException:  # the process is to end
-            if not work.has_ended:
-                loop_thread.run_coroutine(work.cancelled())
-            raise
+            except Exception as error:
+                if driver.has_ended:
+                    raise
+                loop_thread.loop.call_soon_threadsafe(driver.throw, error)
+                step = driver.ended
+            except BaseException:  # the process is to end
+                if not driver.has_ended:
+                    loop_thread.run_coroutine(driver.cancelled())
+                raise
+    finally:
+        driver.forget()
 
 
-class _Work:
-    """A coroutine on the loop, into which something may be raised."""
+class _Driver:
+    """Runs a coroutine in the task of the loop that it is called in, and can raise an exception at where it waits.
+
+    A cancellation of the task wakes it, wherever it waits; what it is given instead is the exception.
+    """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         self._coroutine = coroutine
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[Any] | None = None
         self._thrown: list[Exception] = []
         self._returned: Any = None
-        self._raised: BaseException | None = None
+        self._raised: list[BaseException] = []
         self.has_ended = False
 
+    async def run(self) -> Any:
+        self._task = asyncio.current_task()
+        try:
+            self._returned = await self._steps()
+        except BaseException as error:  # noqa: BLE001 -- whatever it is, the thread gets it
+            self._raised.append(self._told(error))
+            raise self._raised[-1] from error.__cause__
+        finally:
+            self.has_ended = True
+            self._coroutine.close()
+        return self._returned
+
     async def ended(self) -> Any:
-        """Begin it, if it has not begun, and wait for its end."""
+        """Wait for the end of `run`, which another thread's wait has left; begin it, if it has not begun."""
         if self._task is None:
-            self._task = asyncio.ensure_future(self._run())
+            return await self.run()
         try:
             await asyncio.wait({self._task})
         except asyncio.CancelledError:
             await self.cancelled()
             raise
-        if isinstance(self._raised, asyncio.CancelledError):
-            raise RuntimeError("the coroutine of the task was cancelled by its own code") from self._raised
-        if self._raised is not None:
-            raise self._raised
+        if self._raised:
+            raise self._raised[-1]
         return self._returned
 
     async def cancelled(self) -> None:
@@ -131,46 +166,51 @@ class _Work:
     def throw(self, error: Exception) -> None:
         """Raise this at its await, on the loop."""
         self._thrown.append(error)
-        if self._task is not None:
+        if self._task is not None and not self._task.done():
             self._task.cancel()
 
-    async def _run(self) -> None:
-        """Nothing that it raises ends the task: SystemExit would end the loop."""
-        try:
-            self._returned = await _driven(self._coroutine, self._thrown)
-        except BaseException as error:  # noqa: BLE001 -- it is raised in the waiting thread
-            self._raised = error
-        finally:
-            self.has_ended = True
+    def forget(self) -> None:
+        """No one waits any more. What was raised holds frames, which hold this."""
+        self._raised.clear()
+        if self._task is None:
+            self._coroutine.close()
+
+    def _told(self, error: BaseException) -> BaseException:
+        """What is raised in the thread that waits."""
+        if isinstance(error, asyncio.CancelledError) and self._task is not None and not self._task.cancelling():
+            told = RuntimeError("the coroutine of the task was cancelled by its own code")
+            told.__cause__ = error
+            return told
+        return error
+
+    @types.coroutine
+    def _steps(self) -> Generator[Any, Any, Any]:
+        value: Any = None
+        error: BaseException | None = self._thrown.pop() if self._thrown else None
+        while True:
+            try:
+                waits_for = self._coroutine.send(value) if error is None else self._coroutine.throw(error)
+            except StopIteration as end:
+                return end.value
+            value = error = None
+            try:
+                value = yield waits_for
+            except BaseException as raised:  # noqa: BLE001 -- whatever it is, the coroutine gets it
+                error = self._instead_of(raised)
+
+    def _instead_of(self, raised: BaseException) -> BaseException:
+        if not self._thrown or not isinstance(raised, asyncio.CancelledError) or self._task is None:
+            return raised
+        self._task.uncancel()
+        return self._thrown.pop()
 
 
-@types.coroutine
-def _driven(coroutine: Coroutine[Any, Any, Any], thrown: list[Exception]) -> Generator[Any, Any, Any]:
-    """Drive the coroutine; a cancellation that was asked for by `throw` arrives as what was thrown."""
-    step: Callable[..., Any] = coroutine.send
-    given: Any = None
-    if thrown:
-        step, given = coroutine.throw, thrown.pop()
-    while True:
-        try:
-            awaited = step(given)
-        except StopIteration as end:
-            return end.value
-        try:
-            given = yield awaited
-            step = coroutine.send
-        except asyncio.CancelledError as error:
-            step, given = coroutine.throw, error
-            if thrown:
-                given = thrown.pop()
-                if (task := asyncio.current_task()) is not None:
-                    task.uncancel()
-        except BaseException as error:  # noqa: BLE001 -- it is the coroutine's
-            step, given = coroutine.throw, error
+def follow(task: Task) -> None:
+    """From now on the loop and other threads can be told to see the stacks of a thread that runs this task.
 
-
-def _own(task: Task) -> object:
-    """Whose stacks this code sees; from now on, the loop and other threads can be told to see the same."""
+    Raises:
+        ConfigurationError: When they cannot.
+    """
     for stack in (_state._task_stack, task.request_stack):
         ident = getattr(stack, "__ident_func__", None)
         if ident is None:
@@ -180,7 +220,6 @@ def _own(task: Task) -> object:
             )
         if not hasattr(ident, _MARK):
             stack.__ident_func__ = _ident(ident)
-    return _state._task_stack.__ident_func__()
 
 
 def _ident(own: Callable[[], object]) -> Callable[[], object]:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
@@ -77,9 +78,12 @@ class Pool(BasePool):
             current_body.reset(token)
 
     def _trace(self, args: Any) -> Any:
-        app = self.app
-        where = (app._tasks, prepare_accept_content(app.conf.accept_content), self.hostname)
-        return fast_trace_task(*args, _loc=where)
+        return fast_trace_task(*args, _loc=self._where)
+
+    @cached_property
+    def _where(self) -> tuple[Any, Any, Any]:
+        """What Celery's tracer takes from its worker: tasks, what they may be serialized as, and its name."""
+        return self.app._tasks, prepare_accept_content(self.app.conf.accept_content), self.hostname
 
     def terminate_job(self, pid: int, signal: Any = None) -> None:
         limited = getattr(pid, "limited", None)

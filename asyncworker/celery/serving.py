@@ -18,7 +18,8 @@ from dramatiq.middleware import CurrentMessage, Shutdown
 
 from asyncworker.cancellations import Cancelled
 from asyncworker.celery import names
-from asyncworker.celery.bodies import adopt, adopt_current_task, is_async
+from asyncworker.celery.async_tasks import is_async
+from asyncworker.celery.bodies import adopt
 from asyncworker.celery.delivery import Delivery, current_delivery
 from asyncworker.celery.envelope import OPTION, actor_of, delay_ms, facts_of
 from asyncworker.celery.limits import Limits
@@ -26,6 +27,7 @@ from asyncworker.celery.native import NativeSignals
 from asyncworker.celery.node import Node
 from asyncworker.celery.process_signals import ProcessSignals
 from asyncworker.celery.rates import Rates
+from asyncworker.celery.sparing import spare
 from asyncworker.celery.stores import SCHEME, is_ours
 from asyncworker.errors import ConfigurationError
 from asyncworker.losses import MAX_LOSSES_OPTION
@@ -124,9 +126,9 @@ class Serving(Middleware):
             app.loader.init_worker()  # imports what the app's configuration names
             app.finalize()
         _warn(self._apps)
+        spare()
         self._set_threads(worker)
         self._limits = Limits(broker, cleanup_s=self._settings.cleanup_timeout_ms / 1000)
-        adopt_current_task()
         self._nodes = [Node(app, broker=broker, worker=worker, place=place) for place, app in enumerate(self._apps)]
         self._native.hostname, self._native.consumer = self._nodes[0].hostname, self._nodes[0].consumer
         for node in self._nodes:

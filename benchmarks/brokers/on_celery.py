@@ -5,8 +5,8 @@ from __future__ import annotations
 from _stamps import parameters, stamp
 from celery import Celery
 
-app = Celery("on_celery", broker=parameters["url"])
-app.conf.task_ignore_result = True  # as everywhere here: nothing is kept of a message that has ended
+app = Celery("on_celery", broker=parameters["url"], backend=parameters["url"] if parameters["results"] else None)
+app.conf.task_ignore_result = not parameters["results"]  # in broker.py nothing is kept of a message that has ended
 app.conf.broker_connection_retry_on_startup = True
 
 

@@ -30,7 +30,7 @@ engines.capabilities engines.importing engines.profile engines.lifeline engines.
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
 generation launching contexts turn recycling browser probing lending watch loop session runtime
 lane sync_face
-state_dirs embedded vetting connecting patience settling alarm heartbeat
+state_dirs embedded vetting connecting patience settling riding alarm heartbeat
 unique at_most_once cancellations attempt_log backlog accounting middleware time_limit watchdog interrupts hurry
 redelivery losses retries health_sockets health_server health fitness supervised
 sync_session
@@ -38,11 +38,12 @@ prefetch precedence consumer exchange delivery result_watch results producing re
 speaking rabbitmq_consumer rabbitmq broker cancelling actor last_words
 asyncworker
 celery.names celery.envelope celery.delivery celery.stores celery.channel celery.transport celery.backend
+celery.async_tasks
 celery.bodies celery.limits celery.rates celery.pool celery.control celery.native celery.node
-celery.process_signals celery.serving
+celery.process_signals celery.sparing celery.serving
 celery.sources celery.source_redis celery.source_amqp celery.bridge
 deployment actors kept_worker supervisor
-extras celery.process celery.places celery.async_tasks celery.sessions celery.installation
+extras celery.process celery.places celery.sessions celery.installation
 celery
 broker_checks commands installing doctor sending queues dead_letters identities demo demo.site demo.run
 celery.findings
