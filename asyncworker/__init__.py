@@ -6,6 +6,8 @@ A map, top to bottom; each file may import what stands above it in its group or 
     ending                                      who still calls a session that is over is told so
     phases, ledger                              where an attempt is and for how long; the account of attempts
     shielding, threads                          work that ends although its waiter is cancelled, or that blocks
+    pace, limiter, memory_limiter, pacer        how often a site is asked; who may go when; how an attempt waits
+    retry_after                                 how long a site wants to be left alone
     fencing, step_records, once                 which attempt is the latest; steps that are done once
     visitor                                     who a message was when it first ran
     guard, private_hosts                        what the shipped actors refuse
@@ -13,13 +15,14 @@ A map, top to bottom; each file may import what stands above it in its group or 
     generation, launching, contexts             one browser; how it and its contexts begin and end
     turn, recycling, browser                    when it is replaced; the owner of all
     probing                                     whether a browser still finishes a navigation
-    lending, watch, loop, session, runtime      one attempt on it, and what its code receives
+    lending, watch, heeding                     a slot and a context; what ends the code; what a site says to all
+    loop, session, runtime                      one attempt on it, and what its code receives
     lane, sync_face                             a synchronous face of a page, for any thread
     state_dirs, embedded, vetting               the edges: a store to begin with, and whether it will do
     connecting, patience                        how it is reached, and waited for
     settling, riding                            what is done is told together, or with what begins
     heartbeat, alarm                            who lives; what is due
-    unique, at_most_once                        messages that are there once, and such as begin once
+    unique, paced, at_most_once                 messages that are there once, that have a pace, and that begin once
     cancellations                               which messages were cancelled
     attempt_log, backlog, accounting            a log line and a row for each attempt, also while the store is away
     middleware, time_limit, watchdog            what fires when; how long code may run, and what if it does not end
@@ -42,9 +45,10 @@ A map, top to bottom; each file may import what stands above it in its group or 
     kept_worker, supervisor                     workers that are replaced when they die
     extras, commands, installing, sending       what the command `asyncworker` does,
     broker_checks, doctor                       how it looks at what is there,
-    queues, dead_letters, identities, demo/     with its demo
+    queues, paces, dead_letters, identities     what is in the store and what a seed is; with its
+    demo/                                       demo
     terminal, cli_once, cli_dead_letters        its words,
-    cli_queues, cli_reap, cli_health            its tables,
+    cli_queues, cli_pace, cli_reap, cli_health  its tables,
     cli_cancel, cli_bridge, cli_celery, cli     and what it prints
     fakes, testing, pytest_plugin               for users' tests and ours
 
@@ -56,6 +60,7 @@ from asyncworker.broker import get_broker
 from asyncworker.cancelling import Cancellation, acancel, cancel
 from asyncworker.errors import AsyncworkerError
 from asyncworker.middleware import Middleware
+from asyncworker.pace import Pace
 from asyncworker.producing import SentMessage, aresult
 from asyncworker.runtime import open_session
 from asyncworker.session import Attempt, Session
@@ -66,6 +71,7 @@ __all__ = [
     "Attempt",
     "Cancellation",
     "Middleware",
+    "Pace",
     "SentMessage",
     "Session",
     "SessionActor",

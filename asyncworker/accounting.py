@@ -35,6 +35,7 @@ from asyncworker.errors import (
     BrowserCrashed,
     BrowserRecycled,
     ExitDrifted,
+    PaceDeferred,
     PageCrashed,
     RefusedMessage,
     UnknownOutcome,
@@ -360,7 +361,7 @@ def outcome_of(exception: BaseException | None) -> Outcome:
             return Outcome.interrupted
         case BrowserCrashed() | PageCrashed():
             return Outcome.crashed
-        case ExitDrifted():
+        case ExitDrifted() | PaceDeferred():
             return Outcome.deferred
         case RefusedMessage() | Cancelled():
             return Outcome.rejected

@@ -22,6 +22,8 @@ from asyncworker.broker import get_broker
 from asyncworker.errors import DeclarationError, InvalidArguments
 from asyncworker.identity import checked_seed, new_seed
 from asyncworker.middleware import CONTEXT_OPTION, IDENTITY_OPTION, SESSION_OPTION, BrowserMiddleware
+from asyncworker.pace import Pace
+from asyncworker.paced import NAVIGATIONS_OPTION, PACE_OPTION
 from asyncworker.producing import SentMessage, aside, awaitable, one_send
 from asyncworker.session import Session, current_attempt
 from asyncworker.unique import UNIQUE_OPTION, Unique
@@ -188,6 +190,8 @@ def actor(
     context_options: Mapping[str, Any] | None = None,
     unique: Unique | None = None,
     delivery: Literal["at_least_once", "at_most_once"] = "at_least_once",
+    pace: str | Pace | None = None,
+    navigations: bool = False,
     **options: Any,
 ) -> _Decorator: ...
 
@@ -204,6 +208,8 @@ def actor(
     context_options: Mapping[str, Any] | None = None,
     unique: Unique | None = None,
     delivery: str = "at_least_once",
+    pace: str | Pace | None = None,
+    navigations: bool = False,
     **options: Any,
 ) -> Any:
     """Declare an async function that receives a `Session` first as an actor.
@@ -221,6 +227,10 @@ def actor(
             is a text with names of arguments in braces, as "{url}", or a function of arguments, by their names.
         delivery: `at_most_once`: a message that has begun is never run again by itself; where its worker died it is
             a dead letter with an unknown outcome, for a person.
+        pace: How often messages of one site and exit may begin, over all workers: `"2/s"`, or a `Pace(...)`. Those
+            that have to wait do so in the store, in order; by default the site is the host of the first URL argument.
+        navigations: Each `goto`, `reload`, `go_back` and `go_forward` of a page of the session waits for its slot by
+            itself, but the message's first one; what a click sends is counted, so that what comes next waits for it.
         options: Dramatiq's: max_retries, min_backoff, max_backoff, retry_when, throws, time_limit (ms), max_age
             (ms), store_results, result_ttl (ms), notify_shutdown, on_success, on_failure, pipe_ignore, …
 
@@ -243,7 +253,12 @@ def actor(
         _check_name(home, name, function)
         guards = {
             option: value
-            for option, value in ((UNIQUE_OPTION, unique), (DELIVERY_OPTION, delivery))
+            for option, value in (
+                (UNIQUE_OPTION, unique),
+                (DELIVERY_OPTION, delivery),
+                (PACE_OPTION, pace),
+                (NAVIGATIONS_OPTION, navigations or None),
+            )
             if value is not None and value != "at_least_once"
         }
         declare = dramatiq.actor(

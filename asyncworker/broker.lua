@@ -22,10 +22,14 @@
 --   <namespace>:__beat__                      when any worker of ours last looked for dead ones
 --   <namespace>:__cancelled__                 sorted set of all cancelled message ids by when they are forgotten, and
 --   <namespace>:__cancelled__.serial          a number that changes with each of them (cancellations.py)
+--   <namespace>:__pace__:...                  what is paced (pacing.lua): also the lines of ids that wait for their pace
 --   <namespace>:__away__                      there while no one is taken for dead, since the store was away itself
 --
 -- A delayed id is in the list .DQ (whoever pops it owns it) or in .DQ.due, never in both; when it is due, its body
 -- moves from .DQ.msgs to .msgs as it is: whoever fetches it knows by its queue_name that its delay is over.
+--
+-- The id of a paced message that was sent by ours ends with what it is counted by (paced.py), so that a fetch has it
+-- wait in line without handing it out. There its body stays in .msgs, and its id is in no list.
 --
 -- What moves a message writes where it goes before it takes it from where it was, and changes nothing when it is
 -- repeated: whatever the store refuses in between, the message is still where it was.
@@ -117,6 +121,54 @@ local function heard_of(at)
     redis.call("zadd", heartbeats, at, broker)
 end
 
+-- What is paced is known by its queue and its id. The account is made when there is something to ask it.
+local pace = namespace .. ":__pace__"
+local account
+local function paces()
+    account = account or pacing(pace)
+    return account
+end
+local function member_of(id) return canonical .. " " .. id end
+local function is_pacing() return redis.call("exists", pace .. ":members") == 1 end
+
+local function subject_of(id)
+    local marked = string.match(id, "~(.*)$")
+    return marked and (string.match(marked, "^(.*)@%d+$") or marked)
+end
+
+local function wake_other(name)
+    local its = namespace .. ":" .. name
+    if redis.call("exists", its .. ".paused") == 1 or redis.call("llen", its .. ".wake") > 0 then return end
+    redis.call("rpush", its .. ".wake", 1)
+    redis.call("pexpire", its .. ".wake", DAY_MS)
+end
+
+-- Puts those whose pace lets them go to the front of their queues.
+local function admit()
+    if redis.call("zcard", pace .. ":due") == 0 then return end
+    paces().admit(function(members)
+        for i = #members, 1, -1 do
+            local name, id = string.match(members[i], "^(%S+) (.*)$")
+            redis.call("lpush", namespace .. ":" .. name, id)
+            if name ~= canonical then wake_other(name) end
+        end
+    end)
+end
+
+-- How long from now the next line is to be looked at, in ms; -1: there is none.
+local function next_pace()
+    if redis.call("zcard", pace .. ":due") == 0 then return -1 end
+    return math.ceil(paces().next_due() / 1000)
+end
+
+-- What was paced among these ids is so no more. Who has waited for one of them goes.
+local function unpace(ids)
+    if not is_pacing() then return end
+    for _, id in ipairs(ids) do paces().done(member_of(id)) end
+    admit()
+    if redis.call("llen", waiting) > 0 then wake_other(canonical) end
+end
+
 -- Our own producers write when a message is due into its id; of another's the body is read.
 local function due_of(id, at)
     local written = string.match(id, "@(%d+)$")
@@ -156,9 +208,10 @@ end
 local function next_due(at)
     if is_paused() then return -1 end
     if redis.call("llen", delayed) > 0 then return 0 end
-    local first = redis.call("zrange", due, 0, 0, "WITHSCORES")
-    if not first[2] then return -1 end
-    return math.max(0, math.ceil(first[2] - at))
+    local first, paced = redis.call("zrange", due, 0, 0, "WITHSCORES"), next_pace()
+    if not first[2] then return paced end
+    local left = math.max(0, math.ceil(first[2] - at))
+    return paced >= 0 and math.min(paced, left) or left
 end
 
 -- The first of so many fences: each is greater than all before. A count that is more than a second behind the time goes
@@ -187,6 +240,34 @@ local function losses_of(ids)
     return answer
 end
 
+local PARKED_AT_ONCE = 500
+
+-- The first ids that may go, so many at most, and how many are to be taken off the list for that: what has to wait for
+-- its pace is in line then.
+--
+-- exit: where paced traffic leaves here; nil: this worker knows of no paces.
+local function choose(most, exit, window)
+    if not exit then
+        local ids = redis.call("lrange", waiting, 0, most - 1)
+        return ids, #ids
+    end
+    local chosen, looked_at = {}, 0
+    while #chosen < most and looked_at < PARKED_AT_ONCE do
+        local some = redis.call("lrange", waiting, looked_at, looked_at + math.max(most, looked_at) - 1)
+        if #some == 0 then break end
+        for _, id in ipairs(some) do
+            if #chosen == most then break end
+            local subject = subject_of(id)
+            looked_at = looked_at + 1
+            if not subject or redis.call("hexists", bodies, id) == 0
+                or paces().arrive(subject .. "|" .. exit, member_of(id), window) then
+                chosen[#chosen + 1] = id
+            end
+        end
+    end
+    return chosen, looked_at
+end
+
 -- fetch(most, held, free, id, ...):
 -- {ms to the next delayed message or -1, astray, losses, fence, id, body, id, body, ...}
 --
@@ -194,21 +275,24 @@ end
 -- that named them never arrived. The first `free` of those that it gets begin at once; the others are fetched ahead,
 -- and the given ids are what it has fetched ahead and has begun meanwhile. What was lost before may have to wait even
 -- then, and so begins when its worker says so. `fence` is that of the first message; the next has the next.
-local function fetch(most, held, free, ...)
+local function fetch(exit, window, most, held, free, ...)
     local at, ahead = now(), ahead_of(broker, canonical)
     though_full()
     heard_of(at)
     ingest(at)
     release(at)
+    admit()
+    most = tonumber(most)
     if select("#", ...) > 0 then redis.call("srem", ahead, ...) end
     local answer = {0, math.max(0, redis.call("scard", acks_of(broker, canonical)) - held), {}, 0}
-    local ids = is_paused() and {} or redis.call("lrange", waiting, 0, most - 1)
+    local ids, taken = {}, 0
+    if not is_paused() then ids, taken = choose(most, exit, window) end
     if #ids > 0 then
         answer[4] = fences(at, #ids)
         redis.call("sadd", acks_of(broker, canonical), unpack(ids))
         redis.call("srem", ahead, unpack(ids))  -- a plain worker that has taken one back meanwhile knows nothing of this
         if #ids > tonumber(free) then redis.call("sadd", ahead, unpack(ids, free + 1)) end
-        redis.call("lpop", waiting, #ids)
+        redis.call("lpop", waiting, taken)
         answer[3] = losses_of(ids)
         for i = 1, #answer[3], 2 do redis.call("sadd", ahead, ids[answer[3][i] + 1]) end
         local found = redis.call("hmget", bodies, unpack(ids))
@@ -216,6 +300,8 @@ local function fetch(most, held, free, ...)
             answer[#answer + 1] = id
             answer[#answer + 1] = found[i]
         end
+    elseif taken > 0 then
+        redis.call("lpop", waiting, taken)
     end
     -- A consumer that leaves something wakes the next one; one that leaves nothing lets no one look in vain.
     if redis.call("llen", waiting) == 0 then
@@ -227,7 +313,11 @@ local function fetch(most, held, free, ...)
     return answer
 end
 
-if command == "fetch" then return fetch(unpack(ARGV, 4)) end
+if command == "fetch" then return fetch(nil, 0, unpack(ARGV, 4)) end
+
+-- fetch_paced(exit, window, most, held, free, id, ...): as fetch, for a worker that knows of paces: what has to wait for
+-- longer than `window`, in microseconds, goes to the line of its subject and this exit.
+if command == "fetch_paced" then return fetch(ARGV[4], tonumber(ARGV[5]), unpack(ARGV, 6)) end
 
 local commands = {enqueue = enqueue}
 
@@ -260,6 +350,7 @@ local function ack(ids)
         redis.call("hdel", own_bodies, unpack(done))
         redis.call("hdel", losses, unpack(done))
         redis.call("srem", ahead_of(broker, queue), unpack(done))  -- what was lost before, and then never began
+        unpace(done)
     end
     return answer
 end
@@ -281,6 +372,7 @@ function commands.nack(id)
     redis.call("hdel", losses, id)
     redis.call("srem", acks_of(broker, queue), id)
     redis.call("srem", ahead_of(broker, queue), id)
+    unpace({id})
     return 1
 end
 
@@ -370,6 +462,12 @@ local function push_front(list, ids)
     end
 end
 
+-- What goes to another worker has no slot there yet.
+local function pace_again(ids)
+    if not is_pacing() then return end
+    for _, id in ipairs(ids) do paces().lost(member_of(id)) end
+end
+
 -- Puts back what this broker's worker has fetched, the first of them first.
 local function put_back(ids)
     if #ids == 0 then return 0 end
@@ -380,6 +478,7 @@ local function put_back(ids)
     push_front(waiting, there)
     redis.call("srem", acks, unpack(ids))
     redis.call("srem", ahead_of(broker, queue), unpack(ids))
+    pace_again(ids)
     if #there > 0 then wake_one() end
     return #there
 end
@@ -406,6 +505,7 @@ local function take_from(who, name, its_bodies, its_list, is_known)
         if redis.call("sismember", ahead, id) == 0 then redis.call("hincrby", losses, id, 1) end
     end
     if is_known and #ids > 0 then forget_some_losses() end
+    pace_again(ids)
     redis.call("del", acks, ahead)
     return #ids
 end
@@ -431,6 +531,7 @@ local function drop_bodies(its_bodies, ids)
     for _, id in ipairs(ids) do
         if is_unique(id) then let_go(id) end
     end
+    unpace(ids)
     return #ids
 end
 
@@ -480,13 +581,32 @@ function commands.send_unique(slot, kept_ms, follows, ...)
     return answer
 end
 
--- ring(): serves what is due, and wakes one consumer for it.
+-- ring(): serves what is due, and wakes one consumer for it. Answers in how many ms the next line is due, or -1: who is
+-- busy then hears of it by no fetch.
 function commands.ring()
     local at = now()
     though_full()
     ingest(at)
     release(at)
+    admit()
     if redis.call("llen", waiting) > 0 and redis.call("llen", wake) == 0 then wake_one() end
+    return next_pace()
+end
+
+-- defer(id, key, window, body): what this broker's worker has fetched waits in the line of a key, where it was before,
+-- or as the last. Answers 0 when it was not this broker's, and another sees to it.
+function commands.defer(id, key, window, body)
+    if redis.call("sismember", acks_of(broker, canonical), id) == 0 then
+        return paces().is_waiting(member_of(id)) and 1 or 0  -- said again, as the answer was lost on the way?
+    end
+    though_full()
+    redis.call("hset", bodies, id, body)
+    paces().back(key, member_of(id), tonumber(window))
+    redis.call("srem", acks_of(broker, canonical), id)
+    redis.call("srem", ahead_of(broker, canonical), id)
+    admit()
+    if redis.call("llen", waiting) > 0 then wake_other(canonical) end
+    return 1
 end
 
 -- rewrite(id, body): another body for what this broker has fetched; answers as ack.
@@ -530,6 +650,7 @@ function commands.retry(old, id, body, key, message)
     redis.call("hdel", bodies, old)
     redis.call("hdel", losses, old)
     if is_unique(old) then let_go(old) end
+    unpace({old})
     return 1
 end
 
@@ -591,6 +712,7 @@ function commands.leave()
 end
 
 function commands.purge()
+    paces().purge(canonical)
     redis.call("del", waiting, bodies, delayed, delayed_bodies, due, wake, dead, dead_bodies, losses, unique,
         acks_of(broker, canonical), acks_of(broker, canonical .. ".DQ"), ahead_of(broker, canonical))
 end
@@ -615,7 +737,7 @@ function commands.cancel(id, timeout, plain_timeout)
         its_bodies = delayed_bodies
     elseif redis.call("hexists", bodies, id) == 0 then
         return redis.call("hexists", dead_bodies, id) == 1 and "dead" or "gone"
-    elseif redis.call("lrem", waiting, 1, id) > 0 then
+    elseif redis.call("lrem", waiting, 1, id) > 0 or is_pacing() and paces().is_waiting(member_of(id)) then
         where = "waiting"
     end
     if not where then
@@ -669,7 +791,7 @@ function commands.overview(timeout, plain_timeout)
     end
     local first = redis.call("lindex", waiting, 0)
     return {
-        at, redis.call("get", paused), redis.call("llen", waiting),
+        at, redis.call("get", paused), redis.call("llen", waiting) + paces().waiting(canonical),
         redis.call("llen", delayed) + redis.call("zcard", due), running, lost, redis.call("zcard", dead),
         first and redis.call("hget", bodies, first),
     }
@@ -677,7 +799,13 @@ end
 
 -- drop_waiting(most): drops from the front of what waits; returns how many. The others likewise.
 function commands.drop_waiting(most)
-    return drop_bodies(bodies, redis.call("lpop", waiting, tonumber(most)) or {})
+    local ids = redis.call("lpop", waiting, tonumber(most)) or {}
+    if #ids == 0 then
+        for i, member in ipairs(paces().who_waits(canonical, tonumber(most))) do
+            ids[i] = string.sub(member, #canonical + 2)
+        end
+    end
+    return drop_bodies(bodies, ids)
 end
 
 function commands.drop_delayed(most)

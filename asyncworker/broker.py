@@ -35,6 +35,7 @@ from asyncworker.interrupts import Interrupts
 from asyncworker.ledger import Kept, Ledger, RedisLedger
 from asyncworker.losses import Losses
 from asyncworker.middleware import BrowserMiddleware
+from asyncworker.paced import Pacing
 from asyncworker.producing import ProducerBroker
 from asyncworker.redis_broker import WorkerBroker
 from asyncworker.results import PatientResults
@@ -100,6 +101,7 @@ def make_redis_broker(settings: Settings) -> WorkerBroker:
         where=str(url) if url else f"embedded Valkey in {settings.state_dir}",
         heartbeat_timeout_ms=settings.heartbeat_timeout_ms,
         send_timeout_ms=settings.send_timeout_ms,
+        pacing=Pacing.of(settings),
     )
     broker.add_middleware(Supervised(settings))  # its hook after the boot is the last one to be called
     broker.add_middleware(Hurry(settings))  # and this one's after the shutdown

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from asyncworker import cli_bridge, cli_cancel, cli_celery, cli_health, cli_once, cli_queues, cli_reap
+from asyncworker import cli_bridge, cli_cancel, cli_celery, cli_health, cli_once, cli_pace, cli_queues, cli_reap
 from asyncworker import settings as settings_module
 from asyncworker.errors import AsyncworkerError, ConfigurationError
 from asyncworker.settings import EngineName, Settings, load
@@ -179,6 +179,7 @@ cli_cancel.add_to(app)
 cli_reap.add_to(app)
 cli_health.add_to(app)
 app.add_typer(cli_once.once, name="once")
+app.add_typer(cli_pace.pace, name="pace")
 cli_bridge.add_to(cli_celery.celery)
 app.add_typer(cli_celery.celery, name="celery")
 

@@ -11,6 +11,7 @@
     │   ├── InvalidSeed           a seed that is no integer in 0 .. 2**63-1
     │   ├── UrlRefused            not a URL, or one that this deployment does not open
     │   ├── PathRefused           a file outside the output directory
+    │   ├── BudgetSpent           the day's budget of its pace is used up, and the pace says to reject then
     │   ├── UnknownOutcome        what has begun before, and no one knows how it ended: a person decides
     │   └── Unsupported           something that the worker's engine cannot do
     ├── EngineError               the browser or what launches it; retried with the same seed
@@ -22,6 +23,8 @@
     │   ├── ExitDrifted           the proxy's exit changed under the browser
     │   ├── PhaseTimeout          a step of ours took too long (its name is in `phase`)
     │   └── ForkedBrowser         used in a forked child of the process that launched it
+    ├── PaceDeferred              its site has no slot now; it waits in line, and no retry is used
+    │   └── TooManyRequests       the site says to slow down; no worker asks it until that is over
     ├── StepHeld                  another message is at the same step; retried
     ├── StaleAttempt              the message was taken by another worker, which goes on with it
     └── SessionOver               the code kept a session beyond its attempt, or called on when it was cancelled
@@ -140,6 +143,16 @@ class PathRefused(RefusedMessage, ValueError):
     path: str | None
 
 
+class BudgetSpent(RefusedMessage):
+    """The budget of this pace is used up for today, and over_budget="reject"; set a greater one, or send it tomorrow.
+
+    Not raised with over_budget="defer", the default: such a message waits for the next day.
+    """
+
+    fields = ("key",)
+    key: str | None
+
+
 class UnknownOutcome(RefusedMessage):
     """No one knows whether this took place; look, then run `asyncworker once resolve` or `asyncworker dead retry`.
 
@@ -226,6 +239,40 @@ class PhaseTimeout(EngineError, TimeoutError):
 
 class ForkedBrowser(EngineError):
     """A browser cannot be used in a fork of the process that launched it: launch after the fork, or use spawn."""
+
+
+class PaceDeferred(AsyncworkerError):
+    """This message has no slot at its site now; it waits in line, and is then run again, not retried.
+
+    Raised before the code begins. Not raised for a wait of ASYNCWORKER_PACE_HOLD_MS or less, which is slept.
+    """
+
+    fields: ClassVar[tuple[str, ...]] = ("key", "wait_ms")
+    key: str | None
+    wait_ms: float | None
+
+
+class TooManyRequests(PaceDeferred):
+    """The site says to slow down: no worker asks it before that is over; this message is retried then, uncounted.
+
+    Raise it where a site says so in its own words: with `retry_after_ms` where it says for how long, and with `url`
+    where it is another site than the message's. The calls that send a page somewhere, as `page.goto`, raise it in a
+    session of an actor with a pace for an answer of 429 or 503; code that catches it deals with that itself.
+
+    Not raised by calls without such an answer: after a click the code is ended, as it is when its page has died.
+    """
+
+    fields = ("key", "wait_ms", "retry_after_ms", "url", "status", "line")
+    retry_after_ms: float | None
+    url: str | None
+    status: int | None
+    line: str | None
+
+    @property
+    def asked_ms(self) -> float | None:
+        """The time that the site asks for; None: it names none, or what is none."""
+        after = self.retry_after_ms
+        return after if isinstance(after, int | float) and 0 < after < float("inf") else None
 
 
 class StepHeld(AsyncworkerError):

@@ -8,6 +8,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 from asyncworker.engines import Fault, Launched
@@ -46,11 +47,29 @@ class FakeTimeoutError(Exception):
 
 @dataclass(frozen=True)
 class Document:
-    """What a fake page shows at a URL: a title, a text for each selector, and a value for each script."""
+    """What a fake page shows at a URL: a title, a text for each selector, and a value for each script.
+
+    Attributes:
+        headers: Of the answer, by their names in lower case.
+    """
 
     title: str = ""
     texts: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class FakeResponse:
+    """The answer to a page that was sent somewhere."""
+
+    def __init__(self, page: FakePage, url: str, document: Document) -> None:
+        self.url = url
+        self.status = document.status
+        self.ok = 200 <= document.status < 300
+        self.headers = dict(document.headers)
+        self.frame = SimpleNamespace(page=page, parent_frame=None)
+        self.request = SimpleNamespace(is_navigation_request=lambda: True)
 
 
 class _Emitter:
@@ -81,18 +100,25 @@ class FakePage(_Emitter):
         self._closed = False
         self._document = Document()
 
-    async def goto(self, url: str, **options: Any) -> None:
+    async def goto(self, url: str, **options: Any) -> FakeResponse | None:
         await self._call("goto", url)
         await self.context.browser.engine.pass_time("navigation")
-        documents = self.context.browser.engine.documents
+        return self.go_by_itself(url)
+
+    def go_by_itself(self, url: str) -> FakeResponse | None:
+        """Let the page show another document, as after a click on a link."""
+        documents, response = self.context.browser.engine.documents, None
         if url.startswith("data:"):
             self._document = Document(title=url.partition("<title>")[2].partition("</title>")[0])
         elif url not in documents:
             raise FakeTimeoutError(f"no document for {url}; set fake_engine.documents[{url!r}]")
         else:
             self._document = documents[url]
+            response = FakeResponse(self, url, self._document)
+            self.context.emit("response", response)
         self.url = url
         self.emit("domcontentloaded", self)
+        return response
 
     async def title(self) -> str:
         await self._call("title")
@@ -131,10 +157,11 @@ class FakePage(_Emitter):
             raise FakeBrowserError("Target page, context or browser has been closed")
 
 
-class FakeContext:
+class FakeContext(_Emitter):
     """A context; `pages` are its pages, `options` what it was opened with."""
 
     def __init__(self, browser: FakeBrowser, options: Mapping[str, Any]) -> None:
+        super().__init__()
         self.browser = browser
         self.options = dict(options)
         self.pages: list[FakePage] = []
@@ -149,6 +176,7 @@ class FakeContext:
             raise FakeBrowserError("Target page, context or browser has been closed")
         page = FakePage(self)
         self.pages.append(page)
+        self.emit("page", page)
         return page
 
     async def close(self, **options: Any) -> None:

@@ -49,12 +49,14 @@ from asyncworker.at_most_once import AT_MOST_ONCE, DELIVERY_OPTION, begin, check
 from asyncworker.backlog import Backlog
 from asyncworker.cancellations import as_cancelled
 from asyncworker.engines import Engine
-from asyncworker.errors import AsyncworkerError, DeclarationError, EngineError
+from asyncworker.errors import AsyncworkerError, DeclarationError, EngineError, InvalidArguments, TooManyRequests
 from asyncworker.fencing import Fence
 from asyncworker.heartbeat import consumed_queues
 from asyncworker.ledger import Ledger, Outcome, Row
 from asyncworker.loop import LoopThread
 from asyncworker.once import Steps
+from asyncworker.paced import NAVIGATIONS_OPTION, PACE_OPTION, Pacing, check_pace
+from asyncworker.pacer import Pacer
 from asyncworker.runtime import Runtime, set_runtime
 from asyncworker.session import Attempt, current_attempt
 from asyncworker.settings import DEFAULT_SLOTS, Settings
@@ -170,7 +172,15 @@ class BrowserMiddleware(Middleware):
 
     @property
     def actor_options(self) -> set[str]:
-        return {SESSION_OPTION, IDENTITY_OPTION, CONTEXT_OPTION, DELIVERY_OPTION, UNIQUE_OPTION}
+        return {
+            SESSION_OPTION,
+            IDENTITY_OPTION,
+            CONTEXT_OPTION,
+            DELIVERY_OPTION,
+            UNIQUE_OPTION,
+            PACE_OPTION,
+            NAVIGATIONS_OPTION,
+        }
 
     @property
     def runtime(self) -> Runtime:
@@ -214,6 +224,12 @@ class BrowserMiddleware(Middleware):
         try:
             check_unique(actor)
             check_delivery(actor)
+            check_pace(
+                actor,
+                getattr(broker, "pacing", None) or Pacing(),
+                is_kept=getattr(broker, "can_pace", False),
+                broker=type(broker).__name__,
+            )
         except DeclarationError as error:
             raise NotDeclared(str(error)) from None
         asked = [name for name in (UNIQUE_OPTION, DELIVERY_OPTION) if actor.options.get(name)]
@@ -348,9 +364,27 @@ class BrowserMiddleware(Middleware):
         at_once = has_session or self._counts_losses or bool(message.options.get(LOSSES_OPTION))
         row = self._accounting.begin(message, row, at_once=at_once, has_session=has_session)
         fence = self._fence(message, has_session)
-        current_attempt.set(Attempt(row.seed, row.message_id, row.actor, row.attempt, fencing=fence))
+        pacer = self._pacer(broker, message) if has_session else None
+        current_attempt.set(Attempt(row.seed, row.message_id, row.actor, row.attempt, fencing=fence, pacer=pacer))
         if actor.options.get(DELIVERY_OPTION) == AT_MOST_ONCE:
             begin(broker, message, self.worker_id)
+
+    def _pacer(self, broker: Any, message: MessageProxy) -> Pacer | None:
+        """What the attempt waits by; None: its message has no pace, or none that could be found out."""
+        if not getattr(broker, "can_pace", False):
+            return None
+        try:
+            return broker.pacing.pacer(  # type: ignore[no-any-return]
+                broker,
+                message,
+                limiter=broker.limiter,
+                member=broker.member(message),
+                seed=self.deployment_seed,
+                on_due=lambda ms: broker.ring_in(message.queue_name, ms),
+                sleep=broker.pace_sleep,
+            )
+        except InvalidArguments:  # its actor refuses them, too, with its own words
+            return None
 
     def _fence(self, message: MessageProxy, at_once: bool) -> Fence:
         """The fence that the message was fetched with; where the broker gives none, the store does."""
@@ -372,7 +406,10 @@ class BrowserMiddleware(Middleware):
         exception: BaseException | None = None,
     ) -> None:
         exception = as_cancelled(broker, message, exception or getattr(message, FAILED_WITH, None))
-        self._close_row(outcome_of(exception), exception)
+        outcome = outcome_of(exception)
+        if outcome is Outcome.deferred and message.failed and isinstance(exception, TooManyRequests):
+            outcome = Outcome.failed  # one at most once is put off by no one
+        self._close_row(outcome, exception)
 
     def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:
         self._close_row(Outcome.rejected, None)

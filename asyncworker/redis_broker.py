@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,8 @@ from asyncworker.errors import BrokerUnavailable, ConfigurationError
 from asyncworker.exchange import Exchange, OwnConnections, ask_together
 from asyncworker.fencing import Claim, Fence
 from asyncworker.ledger import ClosedRow
+from asyncworker.limiter import PACING, PREFIX, Limiter, RedisLimiter
+from asyncworker.paced import Pacing
 from asyncworker.patience import Patience, PatientAfterAttempts, patiently
 from asyncworker.precedence import Precedence
 from asyncworker.producing import ProducerBroker, ToSend
@@ -29,7 +32,7 @@ from asyncworker.riding import Riding
 from asyncworker.settling import RETRYING, SETTLED, Settled, Settling, as_settled, as_words
 from asyncworker.unique import unique_keys
 
-_SCRIPT = (Path(__file__).parent / "broker.lua").read_text()
+_SCRIPT = PACING + (Path(__file__).parent / "broker.lua").read_text()
 
 #: By the start of its id a broker of ours is told from Dramatiq's own, which says nothing while its worker is busy
 #: and is waited for this long.
@@ -46,6 +49,9 @@ KEPT_MS_BY_WORKERS = 24 * 3_600_000
 #: What the id of a unique message begins with: the store looks for a key that it holds only where this is.
 UNIQUE_ID = "u."
 
+#: The alarm goes on by itself where a line is due within this: a busy worker's consumer looks at nothing.
+NEXT_PACE_MS = 1_000
+
 R = TypeVar("R")
 
 
@@ -60,12 +66,20 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         where: The broker in words, without its password, for errors.
         heartbeat_timeout_ms: A worker that was not heard of for this long is taken for dead.
         send_timeout_ms: How long a producer tries to have a message taken.
+        pacing: What is known of paces; None: actors' own only.
     """
 
     can_guard = True
+    can_pace = True
 
     def __init__(
-        self, *, client: redis.Redis, where: str, heartbeat_timeout_ms: int = 15_000, send_timeout_ms: int = 10_000
+        self,
+        *,
+        client: redis.Redis,
+        where: str,
+        heartbeat_timeout_ms: int = 15_000,
+        send_timeout_ms: int = 10_000,
+        pacing: Pacing | None = None,
     ) -> None:
         super().__init__(client=client, middleware=[], heartbeat_timeout=heartbeat_timeout_ms)
         self.broker_id = f"{OURS}{uuid4()}"
@@ -88,6 +102,10 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         #: Which messages were cancelled; what is fetched brings the news.
         self.cancellations: Cancellations = Cancellations(records, told_by_fetch=True)
         self._look = ("GET", records.serial_key)
+        self.pacing = pacing or Pacing()
+        self.pace_sleep = asyncio.sleep
+        #: Who may go, by the paces.
+        self.limiter: Limiter = RedisLimiter(client, prefix=f"{self.namespace}{PREFIX}")
         #: Which queues are served before which.
         self.precedence = Precedence()
         #: The queues whose messages begin when `begin` is called: so it is known for certain of each whether it had.
@@ -165,8 +183,10 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
             how often messages were lost: a list of a place and a number in turn, for those that ever were; the fence of
             the first message, from which on the others count; then an id and a body for each message.
         """
-        words = (most, held, free, *begun)
-        command = ("EVALSHA", self._script.sha, 1, self.namespace, "fetch", queue_name, self.broker_id, *words)
+        name, words = "fetch", (most, held, free, *begun)
+        if self.pacing.concerns_queue(self, queue_name):
+            name, words = "fetch_paced", (self.pacing.exit, self._pace_window_us, *words)
+        command = ("EVALSHA", self._script.sha, 1, self.namespace, name, queue_name, self.broker_id, *words)
         # What follows a wait is done when that is over.
         wait = ("BLPOP", self.wake_key(queue_name), wait_s)
         # After the fetch: what was cancelled before that is known by then.
@@ -174,7 +194,7 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         if isinstance(serial, bytes | str):
             self._hear(serial_of(serial))
         if isinstance(answer, redis.exceptions.NoScriptError):
-            return list(self.do_fetch(queue_name, *words))  # loads it
+            return list(self._dispatch(name)(queue_name, *words))  # loads it
         if isinstance(answer, Exception):
             raise answer
         return list(answer)
@@ -210,8 +230,30 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         except redis.exceptions.NoScriptError:
             return self.do_begin(queue_name, *words)  # loads it
 
+    def defer(self, message: MessageProxy, key: str) -> None:
+        """Have a message that was fetched wait in the line of a pace key; it is not acknowledged then."""
+        identifier, body = message.options["redis_message_id"], message.encode()
+        words = (identifier, key, self._pace_window_us, body)
+        taken = patiently(
+            lambda: self._dispatch("defer")(message.queue_name, *words), "put a message off", self.patience
+        )
+        setattr(message, SETTLED, bool(taken))
+
+    @property
+    def _pace_window_us(self) -> int:
+        return round(self.pacing.hold_ms * 1000)
+
+    def member(self, message: MessageProxy) -> str:
+        """How the limiter names a message that was fetched."""
+        return f"{message.queue_name} {message.options['redis_message_id']}"
+
+    def ring_in(self, queue_name: str, ms: float) -> None:
+        """Have a line looked at in so many ms, where that is soon: else consumers hear of it."""
+        if 0 <= ms < NEXT_PACE_MS:
+            self.alarm.set(queue_name, time.monotonic() + max(1.0, ms) / 1000)
+
     def _ring(self, queue_name: str) -> None:
-        self.do_ring(queue_name)
+        self.ring_in(queue_name, int(self.do_ring(queue_name)))
 
     def _settle(self, queue_name: str, rejected: bool, identifiers: list[str], rows: list[ClosedRow]) -> Settled:
         words = as_words(identifiers, rows, how="nack" if rejected else "ack")
@@ -249,7 +291,7 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
         """Enqueue the next attempt of a message that is acknowledged with it, and say so to its proxy."""
         held = message.options["redis_message_id"]
         keys = unique_keys(self, [(message, delay)])
-        following = _prepared(message, delay)
+        following = _prepared(message, delay, self.pacing.mark(self, message))
         self.emit_before("enqueue", following, delay)
         if keys:
             following.options["redis_message_id"] = UNIQUE_ID + following.options["redis_message_id"]
@@ -274,7 +316,7 @@ class WorkerBroker(PatientAfterAttempts, ProducerBroker, RedisBroker):
     def _send(self, given: list[ToSend]) -> list[Message[Any]]:
         pairs = [each if isinstance(each, tuple) else (each, None) for each in given]
         keys = unique_keys(self, pairs)  # of most messages there are none, and they pay nothing for it
-        prepared = [(_prepared(message, delay), delay) for message, delay in pairs]
+        prepared = [(_prepared(message, delay, self.pacing.mark(self, message)), delay) for message, delay in pairs]
         for message, delay in prepared:
             self.emit_before("enqueue", message, delay)
         messages = [message for message, _ in prepared]
@@ -362,9 +404,9 @@ def _name_those_there(messages: list[Message[Any]], shipment: Shipment) -> dict[
     return there
 
 
-def _prepared(message: Message[Any], delay: int | None) -> Message[Any]:
+def _prepared(message: Message[Any], delay: int | None, mark: str = "") -> Message[Any]:
     """A message with its id in the store, which it keeps however often it has to be sent."""
-    identifier = str(uuid4())
+    identifier = f"{uuid4()}{mark}"
     if delay is None:
         return message.copy(options={"redis_message_id": identifier})
     eta = current_millis() + delay

@@ -10,15 +10,17 @@ from dramatiq.middleware import Callbacks as DramatiqCallbacks
 from dramatiq.middleware import Retries as DramatiqRetries
 from dramatiq.middleware import Shutdown
 
-from asyncworker.at_most_once import BEGUN_OPTION
+from asyncworker.at_most_once import BEGUN_BY_OPTION, BEGUN_OPTION
 from asyncworker.cancellations import Cancelled, as_cancelled
 from asyncworker.errors import (
     BrowserCrashed,
     BrowserRecycled,
     ExitDrifted,
+    PaceDeferred,
     PageCrashed,
     RefusedMessage,
     StaleAttempt,
+    TooManyRequests,
 )
 from asyncworker.middleware import emit
 from asyncworker.settling import RETRYING
@@ -29,12 +31,22 @@ logger = logging.getLogger("asyncworker.worker")
 CRASH_BACKOFF_MS = 250
 MAX_CRASHES = 5
 
+#: A message whose site says to slow down, and that has no line to wait in, is run again after this, doubled each time.
+SLOW_DOWN_MS, MOST_SLOW_DOWN_MS = 5_000, 600_000
+
 #: An interrupted message is run again after this: threads of the stopping worker still take what is there at once.
 AFTER_SHUTDOWN_MS = 3_000
 
 
+def defer(broker: Any, message: MessageProxy, key: str) -> None:
+    """Have a message wait in the line of a pace key again, where it was; nothing of it was run."""
+    for option in (BEGUN_OPTION, BEGUN_BY_OPTION):
+        message.options.pop(option, None)
+    broker.defer(message, key)
+
+
 class Callbacks(DramatiqCallbacks):
-    """Dramatiq's callbacks; a cancelled message is no failure and no success, and has none."""
+    """Dramatiq's callbacks; what is cancelled or put off is no failure and no success, and has none."""
 
     def after_process_message(
         self,
@@ -44,7 +56,7 @@ class Callbacks(DramatiqCallbacks):
         result: Any = None,
         exception: BaseException | None = None,
     ) -> None:
-        if not isinstance(as_cancelled(broker, message, exception), Cancelled):
+        if not isinstance(as_cancelled(broker, message, exception), Cancelled | PaceDeferred):
             super().after_process_message(broker, message, result=result, exception=exception)
 
 
@@ -61,6 +73,13 @@ class Retries(DramatiqRetries):
     ) -> None:
         if isinstance(as_cancelled(broker, message, exception), Cancelled):
             return  # neither retried nor a dead letter
+        if isinstance(exception, TooManyRequests) and (exception.line is None or BEGUN_OPTION in message.options):
+            self._put_off(broker, message, exception)
+            return
+        if isinstance(exception, PaceDeferred):
+            logger.debug("message %s waits in line again: %s", message.message_id, exception)
+            defer(broker, message, exception.key or "")
+            return
         if isinstance(exception, RefusedMessage):
             logger.error("message %s is dead-lettered: %s", message.message_id, exception)
             message.fail()
@@ -78,6 +97,23 @@ class Retries(DramatiqRetries):
             setattr(message, RETRYING, False)
         if exception is not None and not message.failed:
             emit(broker, "after_retry_message", message, exception=exception)
+
+    def _put_off(self, broker: Broker, message: MessageProxy, exception: TooManyRequests) -> None:
+        """Run a message again after the time that its site asks for; one at most once is not."""
+        if BEGUN_OPTION in message.options:
+            message.fail()
+            return
+        times = message.options["slowed_down"] = message.options.get("slowed_down", 0) + 1
+        back_off_ms = min(MOST_SLOW_DOWN_MS, SLOW_DOWN_MS * 2 ** min(times - 1, 10))
+        delay_ms = round(exception.wait_ms or exception.asked_ms or back_off_ms)
+        logger.info(
+            "message %s is run again in %d ms, with all its retries: %s", message.message_id, delay_ms, exception
+        )
+        setattr(message, RETRYING, True)
+        try:
+            broker.enqueue(message, delay=delay_ms)  # type: ignore[arg-type]  # as Dramatiq does
+        finally:
+            setattr(message, RETRYING, False)
 
     def _is_innocent(self, broker: Broker, message: MessageProxy, exception: BaseException | None) -> bool:
         """A crash, a recycle, a changed exit or a shutdown is not the code's failure.

@@ -19,8 +19,9 @@ from asyncworker.browser import BrowserHost
 from asyncworker.contexts import in_lease
 from asyncworker.ending import Ending, current_interruption
 from asyncworker.engines import Engine, Fault
-from asyncworker.errors import BrokerUnavailable, PhaseTimeout, RefusedMessage
+from asyncworker.errors import BrokerUnavailable, PhaseTimeout, RefusedMessage, TooManyRequests
 from asyncworker.generation import Clock, Lease, LoopClock
+from asyncworker.heeding import Heeding, Recovery
 from asyncworker.identity import Identity
 from asyncworker.lending import Loan, Slots
 from asyncworker.once import Steps
@@ -56,6 +57,7 @@ class Runtime:
         self.host = BrowserHost(self.engine, settings, clock=clock or LoopClock())
         self._knows_home = False
         self.slots = Slots()
+        self._recovery = Recovery()
         #: Awaited with the attempt before its session is opened; gives it with its number in the ledger.
         self.on_attempt: Callable[[Attempt], Awaitable[Attempt]] = _as_it_is
         #: Awaited with the attempt, the browser's generation and the identity whenever a session begins.
@@ -110,6 +112,7 @@ class Runtime:
             SessionOver: When the attempt has been cancelled from outside, and its code goes on.
             ExitDrifted: When the proxy's exit changed under the browser.
             Unsupported: When the engine cannot do what the options or the code ask for.
+            PaceDeferred: When the message's site has no slot for it now, or says to slow down (TooManyRequests).
             ConfigurationError: When the engine cannot draw the identity with the deployment's pins.
         """
         await _refuse_if_interrupted(attempt)
@@ -128,11 +131,13 @@ class Runtime:
         lease = loan.lease
         lease.ending.subject = subject(attempt)
         try:
+            if attempt.pacer is not None:
+                await attempt.pacer.begin()  # with the page open: what follows is the code's first request
             phases.enter(Phase.code)
             with self._limited(attempt) as attempt, in_lease(lease), _interrupting(loan):
                 self._limit_waits(lease, attempt)
                 session = Session(lease, attempt, identity, self.settings, steps=self.steps, worker=self.worker_id)
-                async with self._watched(lease):
+                async with self._watched(lease, attempt):
                     await self.on_session(attempt, lease.generation.number, identity)
                     yield session
         except BaseException:
@@ -203,18 +208,19 @@ class Runtime:
         lease.context.set_default_navigation_timeout(limit)
 
     @contextlib.asynccontextmanager
-    async def _watched(self, lease: Lease) -> AsyncIterator[None]:
-        """Run the code; when its browser or page dies, end it and say so."""
+    async def _watched(self, lease: Lease, attempt: Attempt) -> AsyncIterator[None]:
+        """Run the code; when its browser or page dies, or its site says to slow down, end it and say so."""
         watch = Watch(self.engine, lease)
         watch.begin()
         try:
-            yield
+            async with self._heeded(lease, attempt, watch):
+                yield
         except asyncio.CancelledError:
             fault = watch.end()
             if fault is None or not watch.cancelled_by_us():
                 raise
             raise fault from None
-        except RefusedMessage:
+        except (RefusedMessage, TooManyRequests):
             watch.end()
             raise
         except Exception as error:
@@ -226,7 +232,24 @@ class Runtime:
                 raise
             raise explained from error
         else:
-            watch.end()
+            if isinstance(fault := watch.end(), TooManyRequests):  # what the code has made of such a page is nothing
+                raise fault
+
+    @contextlib.asynccontextmanager
+    async def _heeded(self, lease: Lease, attempt: Attempt, watch: Watch) -> AsyncIterator[None]:
+        """Have all workers do what a site says to the pages of a paced message."""
+        if attempt.pacer is None:
+            yield
+            return
+        heeding = Heeding(lease, attempt.pacer, recovery=self._recovery, spawn=self.host.spawn, end_code=watch.notice)
+        heeding.begin()
+        try:
+            yield
+        except TooManyRequests as error:
+            await heeding.raised(error)
+            raise
+        finally:
+            await heeding.end()
 
 
 #: The worker's runtime and the loop that it lives on, set at its boot.

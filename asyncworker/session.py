@@ -16,6 +16,7 @@ from asyncworker.fencing import Fence
 from asyncworker.generation import Lease
 from asyncworker.identity import Identity
 from asyncworker.once import Holder, OnLost, Step, Steps
+from asyncworker.pacer import Pacer
 from asyncworker.settings import Settings
 from asyncworker.step_records import MemoryStepRecords
 
@@ -42,6 +43,7 @@ class Attempt:
     number: int = 1
     deadline: float | None = None
     fencing: Fence = field(default_factory=Fence, repr=False, compare=False)
+    pacer: Pacer | None = field(default=None, repr=False, compare=False)
 
     @property
     def fence(self) -> int:
@@ -152,6 +154,23 @@ class Session:
         attempt = self.attempt
         holder = Holder(attempt.message_id or "", attempt.actor or "", self._worker, attempt.fencing)
         return self._steps.once(holder, name, key, on_lost=on_lost, wait_ms=wait_ms)
+
+    async def pace(self, url: str) -> None:
+        """Wait for a slot at a further URL's host, by the pace of this actor and the deployment's rules.
+
+        The first URL's slot is taken before the code begins. However long the wait is, it is slept here, within the
+        actor's time limit: code that has begun cannot be put off. Outside a worker, and where neither the actor nor a
+        rule has a pace for the host, this returns at once.
+
+        Raises:
+            ValueError: When it is no http or https URL.
+            BudgetSpent: When the day's budget is used up, and the pace says to reject then.
+            SessionOver: When the session is over.
+        """
+        self._open_lease()
+        if self.attempt.pacer is not None:
+            await self.attempt.pacer.pace(url)
+            self._open_lease()
 
     def _open_lease(self) -> Lease:
         ending = self._lease.ending

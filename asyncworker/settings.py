@@ -49,6 +49,13 @@ class EngineName(StrEnum):
     remote = "remote"
 
 
+class CeleryRates(StrEnum):
+    """Who keeps the rate_limit of a Celery task."""
+
+    deployment = "deployment"
+    worker = "worker"
+
+
 def _words(value: Any) -> Any:
     """Lists are written `a,b` or as JSON."""
     if not isinstance(value, str):
@@ -125,6 +132,12 @@ class Settings(BaseSettings):
         "function, so that these share what is made in `worker_process_init`",
     )
 
+    celery_rates: CeleryRates = Field(
+        CeleryRates.deployment,
+        description="who keeps the rate_limit of a Celery task: deployment (all workers together) or worker (each "
+        "worker process alone)",
+    )
+
     engine: EngineName = Field(EngineName.invisible, description="what launches or connects a browser")
     executable_path: DirectoryPath | None = Field(
         None, description="the browser's executable; none: where the engine looks itself"
@@ -180,6 +193,12 @@ class Settings(BaseSettings):
     close_timeout_ms: Millis = Field(20_000, description="for a context or a browser to close, before it is killed")
     cleanup_timeout_ms: Millis = Field(
         30_000, description="for the code of an interrupted attempt to end its own cleanup"
+    )
+    pace_file: DirectoryPath | None = Field(
+        None, description="TOML file with the rates of hosts, which hold for all actors with a session; none: no such"
+    )
+    pace_hold_ms: Annotated[int, Field(ge=0, le=10_000)] = Field(
+        250, description="a paced message that has to wait for no longer waits in its worker, else in the store"
     )
     time_limit_ms: Millis = Field(600_000, description="for one attempt, unless the actor sets time_limit")
     loop_block_limit_ms: Annotated[Millis, Field(ge=2_000)] = Field(
@@ -273,6 +292,15 @@ class Settings(BaseSettings):
                 "ASYNCWORKER_BROKER_URL names RabbitMQ, which carries messages only; results, the ledger and the "
                 "deployment's seed need a Redis or Valkey that all workers and producers reach: set "
                 "ASYNCWORKER_STORE_URL=redis://…"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rabbitmq_keeps_no_pace(self) -> Settings:
+        if self.broker_url is not None and self.broker_url.is_rabbitmq and self.pace_file is not None:
+            raise ValueError(
+                "ASYNCWORKER_PACE_FILE needs Redis or Valkey as the broker, since paced messages wait in line there; "
+                "ASYNCWORKER_BROKER_URL names RabbitMQ"
             )
         return self
 

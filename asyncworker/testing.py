@@ -11,9 +11,11 @@ what was called on them.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -21,16 +23,22 @@ import dramatiq
 import dramatiq.broker
 from dramatiq import Message, MessageProxy, Worker
 from dramatiq.brokers.stub import StubBroker
+from dramatiq.common import q_name
 from dramatiq.results.backends import StubBackend
 
 from asyncworker.broker import middleware_in_order
 from asyncworker.cancellations import Cancellations, MemoryCancelRecords
 from asyncworker.engines import Engine
+from asyncworker.errors import InvalidArguments
 from asyncworker.fakes import Document, FakeBrowserError, FakeClock, FakeEngine, FakePage, FakeTimeoutError
+from asyncworker.generation import Clock
 from asyncworker.ledger import Ledger, MemoryLedger, Row
+from asyncworker.memory_limiter import MemoryLimiter
 from asyncworker.middleware import BrowserMiddleware, browsers_of, emit_receive
+from asyncworker.paced import Pacing
 from asyncworker.producing import ProducerBroker
 from asyncworker.settings import Settings, load
+from asyncworker.settling import SETTLED
 from asyncworker.unique import unique_key
 from asyncworker.watchdog import Watchdog
 
@@ -48,14 +56,25 @@ __all__ = [
 
 R = TypeVar("R")
 
+#: When a stub worker's clock of the paces begins, in microseconds: a noon, so that no test of a budget ends its day.
+FIRST_US = 1_767_268_800_000_000
+
 
 class WorkerStubBroker(ProducerBroker, StubBroker):
     """Dramatiq's stub broker with the middleware of a real deployment, and its receive hook."""
 
     can_guard = True
+    can_pace = True
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, clock: Clock | None = None, pacing: Pacing | None = None, **options: Any) -> None:
         super().__init__(**options)
+        self.pacing = pacing or Pacing()
+        monotonic = clock.monotonic if clock is not None else time.monotonic
+        self.limiter = MemoryLimiter(lambda: FIRST_US + round(monotonic() * 1_000_000))
+        self.pace_sleep = clock.sleep if clock is not None else asyncio.sleep
+        #: By member: the messages that wait for their pace, and in order those that may go now, by queue.
+        self._in_line: dict[str, MessageProxy] = {}
+        self._let_go: defaultdict[str, deque[MessageProxy]] = defaultdict(deque)
         #: Unique keys: the message that holds each, and how often it is enqueued and not settled: twice with its retry.
         self._holders: dict[str, tuple[str, int]] = {}
         self._guarding = threading.Lock()
@@ -71,8 +90,48 @@ class WorkerStubBroker(ProducerBroker, StubBroker):
             self._holders[key] = holder, count + 1
         return super().enqueue(message, delay=delay)
 
+    def member(self, message: MessageProxy) -> str:
+        """How the limiter names a message that was received."""
+        return f"{message.queue_name} {message.message_id}"
+
+    def ring_in(self, queue_name: str, ms: float) -> None:
+        """Consumers look by themselves here."""
+
+    def defer(self, message: MessageProxy, key: str) -> None:
+        """Have a message that was received wait in the line of a pace key."""
+        member = self.member(message)
+        self._in_line[member] = MessageProxy(message._message)
+        self.limiter.back(key, member, hold_ms=self.pacing.hold_ms)
+        setattr(message, SETTLED, True)
+
+    def next_let_go(self, queue_name: str) -> MessageProxy | None:
+        """The next message of a queue that has waited for its pace, and may go."""
+        for member in self.limiter.admit():
+            message = self._in_line.pop(member)
+            self._let_go[message.queue_name].append(message)
+        try:
+            return self._let_go[queue_name].popleft()
+        except IndexError:
+            return None
+
+    def may_go(self, message: MessageProxy) -> bool:
+        """Whether a message that was received may begin; else it waits in line."""
+        try:
+            subject = self.pacing.subject_of(self, message)
+        except InvalidArguments:  # it fails, with its own words
+            return True
+        if subject is None:
+            return True
+        member = self.member(message)
+        self._in_line[member] = message
+        (goes,) = self.limiter.arrive([(self.pacing.key(subject), member)], hold_ms=self.pacing.hold_ms)
+        if goes:
+            self._in_line.pop(member, None)
+        return goes
+
     def settled(self, message: MessageProxy) -> None:
-        """Free the unique key of a message that is done, unless its retry waits."""
+        """Free the unique key and the slot of a message that is done, unless its retry waits."""
+        self.limiter.done(self.member(message))
         if not (key := unique_key(self, message)):  # type: ignore[arg-type]  # a proxy of one
             return
         with self._guarding:
@@ -83,26 +142,34 @@ class WorkerStubBroker(ProducerBroker, StubBroker):
                 del self._holders[key]
 
     def consume(self, queue_name: str, prefetch: int = 1, timeout: int = 100) -> Any:
-        return _Receiving(self, super().consume(queue_name, prefetch, timeout))
+        return _Receiving(self, super().consume(queue_name, prefetch, timeout), queue_name)
 
 
 class _Receiving:
     """A consumer that says what it received, as the Redis one does."""
 
-    def __init__(self, broker: WorkerStubBroker, consumer: Any) -> None:
+    def __init__(self, broker: WorkerStubBroker, consumer: Any, queue_name: str) -> None:
         self._broker = broker
         self._consumer = consumer
+        self._queue_name = queue_name
 
     def __iter__(self) -> _Receiving:
         return self
 
     def __next__(self) -> MessageProxy | None:
-        message: MessageProxy | None = next(self._consumer)
+        message = self._broker.next_let_go(self._queue_name)
+        if message is None:
+            message = next(self._consumer)
+            is_delayed = self._queue_name != q_name(self._queue_name)
+            if message is not None and not is_delayed and not self._broker.may_go(message):
+                return None
         if message is not None:
             emit_receive(self._broker, message)
         return message
 
     def ack(self, message: MessageProxy) -> None:
+        if getattr(message, SETTLED, False):  # it waits in line
+            return
         self._consumer.ack(message)
         self._broker.settled(message)
 
@@ -180,6 +247,7 @@ def stub_worker(
     actors: Iterable[dramatiq.Actor[..., Any]] | None = None,
     threads: int = 4,
     seed: int = 1,
+    clock: Clock | None = None,
 ) -> Iterator[StubWorker]:
     """Run a worker on a stub broker for the time of a `with`.
 
@@ -189,11 +257,12 @@ def stub_worker(
         actors: The actors it serves, moved to its broker meanwhile; None: all that are declared.
         threads: Dramatiq's worker threads.
         seed: The deployment's seed.
+        clock: Of the paces: with a `FakeClock` their time passes when a test advances it; None: the real time.
     """
     settings = settings or load({})
     engine = engine or FakeEngine()
     ledger = MemoryLedger()
-    broker = WorkerStubBroker(middleware=[])
+    broker = WorkerStubBroker(clock=clock, pacing=Pacing.of(settings), middleware=[])
     for middleware in middleware_in_order(settings, ledger=ledger, results=StubBackend(), draw_seed=lambda: seed):
         if isinstance(middleware, BrowserMiddleware):
             middleware = BrowserMiddleware(settings, ledger=ledger, draw_seed=lambda: seed, engine=engine)

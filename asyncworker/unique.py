@@ -48,11 +48,11 @@ def unique_key(broker: Broker, message: Message[Any]) -> str:
     if actor is None or unique is None:
         return ""
     try:
-        arguments = _arguments(actor, message)
+        arguments = arguments_of(actor, message)
         if isinstance(unique, str):
             key: object = unique.format(**arguments)
         else:
-            key = unique(**{name: arguments[name] for name in _parameters(unique)})
+            key = unique(**{name: arguments[name] for name in parameters_of(unique)})
     except Exception as error:
         raise InvalidArguments(
             f"the unique key of a message for {message.actor_name} cannot be made from its arguments: "
@@ -81,13 +81,13 @@ def check_unique(actor: Actor[..., Any]) -> None:
             raise DeclarationError(f"unique={unique!r} of {actor.actor_name}: {error}") from None
         names = [field.replace("[", ".").partition(".")[0] for field in fields]
     elif callable(unique):
-        names = list(_parameters(unique))
+        names = list(parameters_of(unique))
     else:
         raise DeclarationError(
             f"unique={unique!r} of {actor.actor_name} is neither a text, with its arguments' names in braces, nor a "
             "function of its arguments"
         )
-    known = list(_signature(_function(actor)).parameters)[_has_session(actor) :]
+    known = list(signature_of(function_of(actor)).parameters)[has_session(actor) :]
     for name in names:
         if name not in known:
             raise DeclarationError(
@@ -95,32 +95,32 @@ def check_unique(actor: Actor[..., Any]) -> None:
             )
 
 
-def _arguments(actor: Actor[..., Any], message: Message[Any]) -> dict[str, Any]:
+def arguments_of(actor: Actor[..., Any], message: Message[Any]) -> dict[str, Any]:
     """What each of the function's parameters gets."""
-    signature, kwargs = _signature(_function(actor)), message.kwargs
+    signature, kwargs = signature_of(function_of(actor)), message.kwargs
     parameters = signature.parameters
     if "seed" not in parameters and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         kwargs = {name: value for name, value in kwargs.items() if name != "seed"}
-    bound = signature.bind(*[None] * _has_session(actor), *message.args, **kwargs)
+    bound = signature.bind(*[None] * has_session(actor), *message.args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
 
 
-def _function(actor: Actor[..., Any]) -> Callable[..., Any]:
+def function_of(actor: Actor[..., Any]) -> Callable[..., Any]:
     function: Callable[..., Any] = getattr(actor, "fn_async", actor.fn)
     return function
 
 
-def _has_session(actor: Actor[..., Any]) -> int:
+def has_session(actor: Actor[..., Any]) -> int:
     """How many parameters come from the worker."""
     return 1 if hasattr(actor, "fn_async") else 0
 
 
 @lru_cache(maxsize=1024)
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
     """The parameters of a function that makes keys."""
-    return tuple(name for name, each in _signature(function).parameters.items() if each.kind not in _KINDS_OF_ANY)
+    return tuple(name for name, each in signature_of(function).parameters.items() if each.kind not in _KINDS_OF_ANY)

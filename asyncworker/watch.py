@@ -1,4 +1,4 @@
-"""Watch: notices that a session's browser or page has died, and ends the code that waits on something else."""
+"""Watch: notices that a session's browser or page is of no more use, and ends the code that waits on something else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncworker.engines import Engine, Fault
 from asyncworker.engines.capabilities import refusal
-from asyncworker.errors import BrowserCrashed, EngineError, PageCrashed, Unsupported
+from asyncworker.errors import BrowserCrashed, EngineError, PageCrashed, TooManyRequests, Unsupported
 from asyncworker.generation import Lease, crashed, drifted
 
 #: When the browser or the page is gone, a call in flight says so itself within milliseconds; code that waits
@@ -21,7 +21,7 @@ class Watch:
     def __init__(self, engine: Engine, lease: Lease) -> None:
         self._engine = engine
         self._lease = lease
-        self._fault: EngineError | None = None
+        self._fault: EngineError | TooManyRequests | None = None
         self._task: asyncio.Task[Any] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._cancelling = 0
@@ -37,7 +37,7 @@ class Watch:
         if self._lease.generation.lost is not None:
             self._browser_lost(self._lease.generation.lost)
 
-    def end(self) -> EngineError | None:
+    def end(self) -> EngineError | TooManyRequests | None:
         """Stop watching; returns what was noticed."""
         if not self._ended:
             self._ended = True
@@ -53,7 +53,7 @@ class Watch:
             return False
         return self._task.uncancel() <= self._cancelling
 
-    async def explain(self, error: Exception) -> EngineError | Unsupported | None:
+    async def explain(self, error: Exception) -> EngineError | TooManyRequests | Unsupported | None:
         """Stop watching; returns the death that `error` came of, which may be announced a moment after it.
 
         Or what else the engine says by it: that it cannot do this, or that its browser is of no more use.
@@ -80,10 +80,10 @@ class Watch:
         return None
 
     def _browser_lost(self, reason: str) -> None:
-        self._notice(crashed(self._engine.name, self._lease.generation))
+        self.notice(crashed(self._engine.name, self._lease.generation))
 
     def _page_crashed(self, _: object) -> None:
-        self._notice(self._page_error())
+        self.notice(self._page_error())
 
     def _page_error(self) -> PageCrashed:
         number = self._lease.generation.number
@@ -94,7 +94,8 @@ class Watch:
             generation=number,
         )
 
-    def _notice(self, fault: EngineError) -> None:
+    def notice(self, fault: EngineError | TooManyRequests) -> None:
+        """The code is to end with this, unless it does so by itself within a moment."""
         if isinstance(self._fault, BrowserCrashed):
             return
         self._fault = fault

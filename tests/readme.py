@@ -24,6 +24,13 @@ COMMANDS_NOT_RUN = {
         "there is no Docker daemon in a test",
         "test_the_dockerfile_starts_a_worker",
     ),
+    "asyncworker pace": ("its sites were asked by no one", "test_the_commands_about_paces_are_as_shown"),
+    "asyncworker pace set shop.example 5/m": ("no worker asks that site", "test_the_commands_about_paces_are_as_shown"),
+    'asyncworker pace hold shop.example --for 10m --reason "asked us to"': (
+        "no worker asks that site",
+        "test_the_commands_about_paces_are_as_shown",
+    ),
+    "asyncworker pace release shop.example": ("no worker asks that site", "test_the_commands_about_paces_are_as_shown"),
 }
 
 #: Python files of README that no test runs, likewise.
@@ -41,6 +48,7 @@ OTHER_BLOCKS = {
     "fetch it with `asyncworker doctor --install`": "test_a_worker_without_its_engine_says_what_the_readme_shows",
     "FROM python:3.12-slim-bookworm": "test_the_dockerfile_starts_a_worker",
     "# /etc/systemd/system/worker.service": "test_the_unit_starts_a_worker",
+    "# pace.toml": "test_the_rules_of_paces_can_be_read",
     "# Kubernetes; the container's environment has ASYNCWORKER_HEALTH_PORT=8081 and ASYNCWORKER_HEALTH_HOST=0.0.0.0": (
         "test_the_probes_of_kubernetes_ask_what_a_worker_answers"
     ),

@@ -211,10 +211,10 @@ def _about(task: Any, function: Any, app: Celery, plain: Any) -> Iterator[Findin
         yield finding(differs, "async def", "Celery cannot run it; here it runs on the worker's loop")
     if task.rate_limit:
         yield finding(
-            attention,
+            differs,
             "rate_limit",
-            f"{task.rate_limit} is for each worker process, so N processes do N times as much; Celery counts all "
-            "processes of a worker together: divide it by -p",
+            f"{task.rate_limit} holds for all workers together, where Celery counts each worker alone; "
+            "ASYNCWORKER_CELERY_RATES=worker counts each worker process",
         )
     yield from (finding(*each) for each in _limits(task, app))
     if task.acks_late:

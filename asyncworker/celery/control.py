@@ -78,6 +78,7 @@ def handlers(consumer: Any) -> dict[str, Callable[..., Any]]:
     own: dict[str, Callable[..., Any]] = {
         "revoke": lambda state, task_id, **how: _revoke(consumer, state, task_id, **how),
         "time_limit": lambda state, **how: _change_limits(consumer, state, **how),
+        "rate_limit": lambda state, **how: _change_rate(consumer, state, **how),
         "reserved": lambda state, **_: [_info(consumer, proxy) for proxy in reserved(consumer)],
         "scheduled": lambda state, **_: scheduled(consumer),
         "active_queues": lambda state, **_: [_queue(consumer, name) for name in consumer.queues],
@@ -108,6 +109,13 @@ def _revoke(consumer: Any, state: Any, task_id: Any, **how: Any) -> Any:
 def _change_limits(consumer: Any, state: Any, **how: Any) -> Any:
     answer = celerys.time_limit(state, **how)
     consumer.update_strategies()  # which hold the limits of their tasks
+    return answer
+
+
+def _change_rate(consumer: Any, state: Any, **how: Any) -> Any:
+    answer = celerys.rate_limit(state, **how)
+    if "ok" in answer:
+        consumer.rates.changed(consumer, how["task_name"])
     return answer
 
 

@@ -26,14 +26,15 @@ from asyncworker.celery.limits import Limits
 from asyncworker.celery.native import NativeSignals
 from asyncworker.celery.node import Node
 from asyncworker.celery.process_signals import ProcessSignals
-from asyncworker.celery.rates import Rates
+from asyncworker.celery.rates import DeploymentRates, Rates, WorkerRates
 from asyncworker.celery.sparing import spare
-from asyncworker.celery.stores import SCHEME, is_ours
+from asyncworker.celery.stores import SCHEME, is_ours, store_of
 from asyncworker.errors import ConfigurationError
+from asyncworker.limiter import PREFIX, Limiter, RedisLimiter
 from asyncworker.losses import MAX_LOSSES_OPTION
 from asyncworker.middleware import BootFailed, Middleware
 from asyncworker.redis_broker import WorkerBroker
-from asyncworker.settings import Settings
+from asyncworker.settings import CeleryRates, Settings
 
 logger = logging.getLogger("asyncworker.celery")
 
@@ -106,7 +107,7 @@ class Serving(Middleware):
         self._apps = apps
         self._native = native
         self._nodes: list[Node] = []
-        self._rates = Rates()
+        self._rates: Rates = WorkerRates()
         self._broker: Any = None
         self._process: ProcessSignals | None = None
         self._limits: Limits | None = None
@@ -131,7 +132,11 @@ class Serving(Middleware):
         self._limits = Limits(broker, cleanup_s=self._settings.cleanup_timeout_ms / 1000)
         self._nodes = [Node(app, broker=broker, worker=worker, place=place) for place, app in enumerate(self._apps)]
         self._native.hostname, self._native.consumer = self._nodes[0].hostname, self._nodes[0].consumer
+        if self._settings.celery_rates is CeleryRates.deployment:
+            self._rates = DeploymentRates(_limiter(broker, self._apps[0]), getattr(broker, "patience", None))
         for node in self._nodes:
+            node.consumer.rates = self._rates
+            self._rates.begin(node.consumer)
             node.consumer.queues = queues_of(node.app)
             node.consumer.revoked.look()
             node.pool.limits = self._limits
@@ -272,13 +277,16 @@ class Serving(Middleware):
         if left_ms > LONG_MS:
             delivery.again(delay_ms=left_ms)
             return True
-        if delivery.state.pop("paced", False):
-            return False
-        wait_s = self._rates.wait_s(node.consumer.task_buckets[facts.get("task")])
-        if wait_s * 1000 > LONG_MS:
-            delivery.again(delay_ms=round(wait_s * 1000), paced=True)
-            return True
-        self._wait(wait_s)
+        has_slot, task = delivery.state.pop("paced", False), facts.get("task")
+        while task in node.app.tasks:
+            wait = self._rates.wait(node.consumer, task, has_slot=has_slot)
+            if wait.seconds * 1000 > LONG_MS:
+                delivery.again(delay_ms=round(wait.seconds * 1000), paced=wait.has_slot)
+                return True
+            self._wait(wait.seconds)
+            if wait.has_slot and (has_slot or not wait.seconds):
+                break
+            has_slot = wait.has_slot
         return False
 
     def _wait(self, seconds: float) -> None:
@@ -290,6 +298,14 @@ class Serving(Middleware):
 
     def _node_of(self, task: object) -> Node:
         return next((node for node in self._nodes if task in node.app.tasks), self._nodes[0])
+
+
+def _limiter(broker: Any, app: Any) -> Limiter:
+    """Where the deployment's rates are counted: in the broker, or in the store beside RabbitMQ."""
+    if isinstance(broker, WorkerBroker):
+        return broker.limiter
+    store = store_of(app.conf.broker_write_url or app.conf.broker_url)
+    return RedisLimiter(store, prefix=f"dramatiq{PREFIX}")
 
 
 def _warn(apps: list[Any]) -> None:

@@ -150,7 +150,7 @@ def test_what_needs_a_decision_is_named_with_its_place_and_ends_with_exit_code_1
             ("differs", "soft_time_limit and time_limit"),
             ("differs", "time_limit"),
         },
-        "shop.work.limited": {("attention", "rate_limit"), ("same", "acks_late"), ("differs", "soft_time_limit")},
+        "shop.work.limited": {("differs", "rate_limit"), ("same", "acks_late"), ("differs", "soft_time_limit")},
     }
     assert tasks["shop.work.alone"]["options"] == {
         "max_retries": 5,

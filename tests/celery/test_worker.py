@@ -132,13 +132,16 @@ def test_a_rate_limit_spaces_the_tasks_of_a_kind(app: Celery, side: Side) -> Non
     assert min(after - before for before, after in itertools.pairwise(began)) > 0.1
 
 
-def test_remote_control_changes_rates_and_limits_and_refuses_what_it_cannot_do(app: Celery, side: Side) -> None:
+def test_remote_control_changes_rates_and_limits_and_refuses_what_it_cannot_do(
+    app: Celery, deployment: Deployment, side: Side
+) -> None:
     def ask(command: str, **arguments: Any) -> Any:
         (answer,) = app.control.broadcast(command, arguments=arguments, reply=True, timeout=5, limit=1)
         return next(iter(answer.values()))
 
     assert ask("ping") == {"ok": "pong"}
     assert ask("rate_limit", task_name="facts.limited", rate_limit="100/s") == {"ok": "new rate limit set successfully"}
+    assert deployment.broker.limiter.rates() == {"facts.limited|celery": "100/s"}, "all workers know, also later ones"
     assert ask("time_limit", task_name="facts.sleeper", hard=0.3, soft=None)["ok"]
     assert repr(result(send(app, "sleeper", 20))) == "TimeLimitExceeded(0.3)"
     assert ask("time_limit", task_name="facts.sleeper", hard=None, soft=None)["ok"]

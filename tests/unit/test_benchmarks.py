@@ -42,7 +42,8 @@ def _load(name: str) -> ModuleType:
 
 
 def test_the_required_benchmarks_are_there() -> None:
-    assert {"broker", "celery", "chaos", "ledger", "loop_lag", "overhead", "recycling", "startup"} <= set(SCRIPTS)
+    needed = {"broker", "celery", "chaos", "ledger", "loop_lag", "overhead", "pacing", "recycling", "startup"}
+    assert needed <= set(SCRIPTS)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -398,3 +399,56 @@ def test_celery_compares_within_a_round_and_shows_what_is_missed(load: Load) -> 
     assert report.as_json()["systems"]["sync"]["drain_of_prefork"] == {"median": 1.1, "min": 1.1, "max": 1.1}
     assert list(verdicts(report).values()) == [True, True, False, False]
     assert not report.ok
+
+
+def test_pacing_counts_in_every_window(load: Load) -> None:
+    verdict = load("_pacing_verdict")
+    times = [0.0, 0.1, 0.2, 1.0, 1.1, 2.5, 3.0]
+    assert verdict.most_in(times, 1.0) == 3
+    assert verdict.most_in(times, 1.01) == 4
+    assert [verdict.least_in(times, window_s) for window_s in (1.0, 1.5)] == [0, 1]
+    assert verdict.least_in(times, 10.0) == len(times), "no window is within the log"
+
+
+def paced(load: Load, *, per_s: float = 10.0, for_s: float = 120.0) -> Any:
+    verdict = load("_pacing_verdict")
+    return verdict.Kept.of([number / per_s for number in range(round(for_s * per_s))], 60)
+
+
+@pytest.mark.parametrize(
+    ("facts", "failing"),
+    [
+        ({}, []),
+        ({"rate": 9.9}, []),
+        ({"rate": 9.8}, ["rate: fewest in 60 s"]),
+        ({"rate": 10.1}, ["rate: most in 60 s"]),
+        (
+            {"throughput": [(100.0, 96.0), (100.0, 94.0), (200.0, 180.0)]},
+            ["another host: throughput beside the paced one"],
+        ),
+        ({"cpu": 5.0}, ["in line: more CPU, % of a core"]),
+        ({"starts": [5.0] * 19 + [51.0]}, ["in line: start of another host's, ms"]),
+        ({"quiet_s": 19.9}, ["429: quiet for s"]),
+        ({"others": 0}, ["429: others go on"]),
+        ({"recovered": 0.9}, ["kills: of the rate, when they are over"]),
+    ],
+)
+def test_pacing_names_the_promise_that_is_broken(facts: dict[str, Any], failing: list[str], load: Load) -> None:
+    verdict = load("_pacing_verdict")
+    found = verdict.Found(
+        rate=paced(load, per_s=facts.get("rate", 9.95)),
+        throughput=facts.get("throughput", [(100.0, 96.0)]),
+        waited=verdict.Waited(10_000, (2.0, facts.get("cpu", 2.5)), (200.0, 201.0), facts.get("starts", [5.0] * 20)),
+        refused=verdict.Refused(20, facts.get("quiet_s", 20.1), facts.get("others", 7)),
+        killed=paced(load, per_s=9.0),
+        recovered=facts.get("recovered", 1.0),
+    )
+    report = verdict.judge(found)
+    assert [check.name for check in report.checks if not check.ok] == failing
+    assert report.ok is not bool(failing)
+    assert report.as_json()["found"]["refused"]["asked_s"] == 20
+
+
+def test_pacing_leaves_out_of_the_quiet_what_was_on_its_way(load: Load) -> None:
+    refused = load("_pacing_verdict").Refused.of(10.0, [9.0, 10.0, 10.2, 31.0], [9.0, 12.0, 29.0, 31.0], 20)
+    assert (refused.quiet_s, refused.others) == (21.0, 2)

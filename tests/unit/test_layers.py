@@ -20,18 +20,20 @@ PACKAGE = Path(asyncworker.__file__).parent
 LAYERS = """
 errors
 ending
-identity urls stores settings shielding threads phases
+identity urls stores settings shielding threads phases pace retry_after
 fencing step_records
 once
 ledger guard visitor
+limiter
+memory_limiter pacer
 private_hosts
 lineage processes scratch
 engines.capabilities engines.importing engines.profile engines.lifeline engines.storage_state engines.invisible_client
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
-generation launching contexts turn recycling browser probing lending watch loop session runtime
+generation launching contexts turn recycling browser probing lending watch heeding loop session runtime
 lane sync_face
 state_dirs embedded vetting connecting patience settling riding alarm heartbeat
-unique at_most_once cancellations attempt_log backlog accounting middleware time_limit watchdog interrupts hurry
+unique paced at_most_once cancellations attempt_log backlog accounting middleware time_limit watchdog interrupts hurry
 redelivery losses retries health_sockets health_server health fitness supervised
 sync_session
 prefetch precedence consumer exchange delivery result_watch results producing redis_broker
@@ -45,7 +47,7 @@ celery.sources celery.source_redis celery.source_amqp celery.bridge
 deployment actors kept_worker supervisor
 extras celery.process celery.places celery.sessions celery.installation
 celery
-broker_checks commands installing doctor sending queues dead_letters identities demo demo.site demo.run
+broker_checks commands installing doctor sending queues paces dead_letters identities demo demo.site demo.run
 celery.findings
 celery.check_settings celery.check_signals celery.check_sources
 celery.check
@@ -53,7 +55,7 @@ celery.port_options celery.port_types
 celery.port_body celery.port_imports celery.port_sends
 celery.port_task
 celery.port
-terminal cli_once cli_dead_letters cli_queues cli_reap cli_health cli_cancel cli_bridge cli_celery cli __main__
+terminal cli_once cli_dead_letters cli_queues cli_pace cli_reap cli_health cli_cancel cli_bridge cli_celery cli __main__
 fakes testing pytest_plugin
 """
 

@@ -17,14 +17,16 @@ from datetime import date
 from pathlib import Path
 
 import pytest
+import typer
 from dramatiq.brokers import redis as dramatiq_redis
 from dramatiq.cli import make_argument_parser
 from dramatiq.middleware import retries as dramatiq_retries
 
 import asyncworker
-from asyncworker import consumer, errors, heartbeat, middleware, redis_broker, retries
+from asyncworker import cli_pace, consumer, errors, heartbeat, middleware, redis_broker, retries
 from asyncworker.engines import invisible
 from asyncworker.health_server import SharedPort
+from asyncworker.pace import Rules
 from asyncworker.session import Session
 from asyncworker.settings import (
     DEFAULT_SLOTS,
@@ -85,6 +87,25 @@ def test_the_probes_of_kubernetes_ask_what_a_worker_answers(tmp_path: Path) -> N
     assert {int(port) for _, port in asked} == {settings.health_port}
     answers = {path: SharedPort(settings).answer(path) for path, _ in asked}
     assert {path: status for path, (status, _, _) in answers.items()} == {"/ready": 503, "/live": 503}, "no worker"
+
+
+def test_the_rules_of_paces_can_be_read() -> None:
+    (block,) = (block for block in readme.blocks() if block.language == "toml")
+    rules = Rules.read(tomllib.loads(block.text))
+    assert [str(rules.of(host).rate) for host in ("shop.example", "a.example", "b")] == ["10/m", "30/m", "2/s"]  # type: ignore[union-attr]
+
+
+def test_the_commands_about_paces_are_as_shown() -> None:
+    """tests/process/test_pace_commands.py runs them."""
+    (block,) = (block for block in readme.blocks() if block.first_line == "$ asyncworker pace")
+    commands = dict(block.commands())
+    header = commands["asyncworker pace"].splitlines()[0]
+    assert tuple(re.split(r"  +", header)) == tuple(name for name in cli_pace.HEADER if name)
+    group = typer.main.get_command(cli_pace.pace)
+    assert isinstance(group, typer.core.TyperGroup)
+    for command in list(commands)[1:]:
+        _, _, name, *words = shlex.split(command)
+        group.commands[name].make_context(name, words)
 
 
 # --- tables that are kept equal
