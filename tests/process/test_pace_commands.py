@@ -15,6 +15,7 @@ from asyncworker.errors import AsyncworkerError, ConfigurationError
 from asyncworker.pace import Pace, Terms, key_of
 from asyncworker.paces import duration_ms, open_paces
 from asyncworker.settings import load
+from asyncworker.terminal import console
 from tests.operating import environment, run
 from tests.workers import Deployment
 
@@ -33,9 +34,13 @@ def deployment(deployment: Deployment) -> Deployment:
     return deployment
 
 
-def said(deployment: Deployment, *words: str, **more: str) -> str:
+def said(deployment: Deployment, *words: str, columns: int = 120) -> str:
     """What the command prints, called in this process: one of its own costs a second of CPU each time."""
-    result = CliRunner().invoke(command_line, ["pace", *words], env=environment(deployment, **more))
+    before, console.width = console.width, columns  # an environment is looked at when a process begins
+    try:
+        result = CliRunner().invoke(command_line, ["pace", *words], env=environment(deployment))
+    finally:
+        console.width = before
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -85,7 +90,7 @@ def test_sites_are_held_and_released_through_all_exits_or_one(deployment: Deploy
     assert all(590_000 < key["held_ms"] <= 600_001 and key["reason"] == "asked us to" for key in held["keys"])
     by_hand = said(deployment, "hold", OTHER)
     assert re.match(r"other\.example:8080 \(direct\) is held for 3[01] d \(by hand\)", by_hand)
-    shown = said(deployment, COLUMNS="60")
+    shown = said(deployment, columns=60)
     assert re.search(
         r"shop\.example \(direct\): 1/h, 1 in the last minute, .*; held for \d+ min \(asked us to\)", shown
     )
