@@ -51,6 +51,10 @@ DRIVER_GRACE_S = 3.0
 DRIVER_LOST_S = 0.5
 
 
+#: How Playwright tells, in the log of a launch, that somebody killed the browser.
+_KILLED = "signal=SIGKILL"
+
+
 class PlaywrightBrowser:
     """A browser that Playwright launched or connected to; it says itself when it is gone."""
 
@@ -155,9 +159,12 @@ class PlaywrightEngine:
         try:
             return await self._launch(driver)
         except LaunchFailed as error:
-            if not await driver.ends_within(DRIVER_LOST_S):
+            if was_killed(error.__cause__):
+                logger.warning("%s was killed by somebody while it started; it is launched once more", self.name)
+            elif await driver.ends_within(DRIVER_LOST_S):
+                logger.warning("Playwright's driver ended under a launch, which is made by another one: %s", error)
+            else:
                 raise
-            logger.warning("Playwright's driver ended under a launch, which is made by another one: %s", error)
         return await self._launch(await self._borrow_driver())
 
     async def _launch(self, driver: Driver) -> PlaywrightBrowser:
@@ -268,6 +275,14 @@ def own_reason(error: BaseException) -> str | None:
     """
     said = re.search(r"\[err\] (.*(?:error while loading|cannot open|sandbox|FATAL).*)", str(error))
     return said.group(1) if said else None
+
+
+def was_killed(error: BaseException | None) -> bool:
+    """True when a browser that was being launched was ended by SIGKILL, as by the kernel for want of memory.
+
+    At the launch's limit Playwright itself kills what does not answer, and tells that as a timeout.
+    """
+    return _KILLED in str(error) and type(error).__name__ != "TimeoutError"
 
 
 def own_words(error: BaseException) -> str:

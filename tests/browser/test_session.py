@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,7 @@ from asyncworker.errors import BrowserCrashed, LaunchFailed, PageCrashed, Sessio
 from asyncworker.runtime import Runtime, open_session
 from asyncworker.session import Attempt
 from asyncworker.settings import load
+from tests.chromium import executable
 from tests.site import BehaviourSite
 from tests.waiting import eventually
 
@@ -189,6 +192,33 @@ async def test_a_browser_that_never_answers_is_a_launch_that_failed_in_time(tmp_
         assert mine() == set()
     finally:
         await runtime.close()
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+async def test_a_browser_that_is_killed_while_it_starts_is_launched_once_more(
+    kills: int, tmp_path: Path, site: BehaviourSite
+) -> None:
+    chromium = await asyncio.to_thread(executable)
+    killed = tmp_path / "killed"
+    script = tmp_path / "browser"
+    script.write_text(
+        f"""#!/bin/sh
+echo >> '{killed}'
+[ $(wc -l < '{killed}') -le {kills} ] && kill -KILL $$
+exec '{chromium}' "$@"
+"""
+    )
+    script.chmod(0o755)
+    runtime = Runtime(load({}, engine="chromium", executable_path=script))
+    expected = pytest.raises(LaunchFailed) if kills == 2 else contextlib.nullcontext()
+    try:
+        with expected:
+            async with runtime.session(Attempt(seed=1)) as session:
+                await session.page.goto(f"{site.url}/cookie/get")
+        assert len(killed.read_text()) == 2
+    finally:
+        await runtime.close()
+    assert mine() == set()
 
 
 async def test_open_session_outside_a_worker_has_a_browser_of_its_own_and_closes_it(

@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import pytest
@@ -20,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncworker import processes
-from asyncworker.engines.finding import find
 from asyncworker.processes import Token, carriers, kill, kill_launch, lives, new_token, sweep
-from asyncworker.settings import child_environment, load
+from asyncworker.settings import child_environment
+from tests.chromium import executable
 from tests.waiting import wait_until
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="/proc and prctl are Linux's")
@@ -288,14 +287,12 @@ print(processes.kill_launch(token), browser.wait(), psutil.Process().children(re
 
 @pytest.mark.needs_browser
 def test_a_real_browser_and_its_helpers_without_a_token_are_killed(start: Start) -> None:
-    found = find(load({"ASYNCWORKER_ENGINE": "chromium"}))
-    assert found is not None
-    executable = found.executable or _playwrights_own()
+    chromium = executable()
     token = new_token()
     with tempfile.TemporaryDirectory(prefix="aw-", ignore_cleanup_errors=True) as profile:
         browser = start(
             token,
-            shell=f"exec '{executable}' --headless --no-sandbox --user-data-dir='{profile}' --remote-debugging-port=0 "
+            shell=f"exec '{chromium}' --headless --no-sandbox --user-data-dir='{profile}' --remote-debugging-port=0 "
             "about:blank 2>/dev/null",
         )
         members = wait_until(lambda: _scrubbed_members(browser.pid, token), "a helper has overwritten its environment")
@@ -327,13 +324,6 @@ def _words(process: psutil.Process) -> list[str]:
         return list(process.cmdline())
     except psutil.Error:
         return []
-
-
-def _playwrights_own() -> Path:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        return Path(playwright.chromium.executable_path)
 
 
 # sweep
