@@ -95,13 +95,13 @@ def turn(bench: Bench, system: System, plan: Plan, number: int, only: Collection
     return Turn(pickups_ms, drained if "drain" in only else None, enqueued if "enqueue" in only else None)
 
 
-def pickups(worker: Worker, producer: Producer, gaps_s: list[float]) -> tuple[float, ...]:
-    """From just before each sending to the start of the actor's body, in ms."""
+def pickups(worker: Worker, producer: Producer, gaps_s: list[float], *, first: int = 0) -> tuple[float, ...]:
+    """From just before each sending to the start of the actor's body, in ms; the first message has the number `first`."""
     before = worker.begun()
-    sent: list[int] = producer.ask(do="pickup", first=0, gaps_s=gaps_s)
+    sent: list[int] = producer.ask(do="pickup", first=first, gaps_s=gaps_s)
     worker.await_begun(before + len(sent), DRAIN_TIMEOUT_MS)
-    began = worker.times(range(len(sent)))
-    return tuple((began[number] - at_ns) / 1e6 for number, at_ns in enumerate(sent))
+    began = worker.times(range(first, first + len(sent)))
+    return tuple((began[first + place] - at_ns) / 1e6 for place, at_ns in enumerate(sent))
 
 
 def drain(worker: Worker, producer: Producer, messages: int) -> tuple[float, float]:
