@@ -96,7 +96,7 @@ def turn(bench: Bench, system: System, plan: Plan, number: int, only: Collection
 
 
 def pickups(worker: Worker, producer: Producer, gaps_s: list[float], *, first: int = 0) -> tuple[float, ...]:
-    """From just before each sending to the start of the actor's body, in ms; the first message has the number `first`."""
+    """From just before each sending to the start of the body, in ms; the first message has the number `first`."""
     before = worker.begun()
     sent: list[int] = producer.ask(do="pickup", first=first, gaps_s=gaps_s)
     worker.await_begun(before + len(sent), DRAIN_TIMEOUT_MS)
