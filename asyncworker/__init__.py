@@ -11,7 +11,8 @@ A map, top to bottom; each file may import what stands above it in its group or 
     fencing, step_records, once                 which attempt is the latest; steps that are done once
     visitor                                     who a message was when it first ran
     guard, private_hosts                        what the shipped actors refuse
-    lineage, processes, scratch, engines/       whose process or directory is this; what launches a browser
+    lineage, processes, scratch, siblings       whose process or directory is this, and does it live;
+    engines/                                    what launches a browser
     generation, launching, contexts             one browser; how it and its contexts begin and end
     turn, recycling, browser                    when it is replaced; the owner of all
     probing                                     whether a browser still finishes a navigation

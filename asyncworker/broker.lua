@@ -23,6 +23,7 @@
 --   <namespace>:__cancelled__                 sorted set of all cancelled message ids by when they are forgotten, and
 --   <namespace>:__cancelled__.serial          a number that changes with each of them (cancellations.py)
 --   <namespace>:__pace__:...                  what is paced (pacing.lua): also the lines of ids that wait for their pace
+--   <namespace>:__places__.<host>             where the workers of a host live, by their brokers (siblings.py)
 --   <namespace>:__away__                      there while no one is taken for dead, since the store was away itself
 --
 -- A delayed id is in the list .DQ (whoever pops it owns it) or in .DQ.due, never in both; when it is due, its body
@@ -67,6 +68,9 @@ local INGESTED_AT_ONCE, DUE_AT_ONCE = 1000, 500
 
 -- When a broker was last heard of whose worker has stopped.
 local LEFT = 0
+
+-- The score of a broker whose process is known to be dead.
+local DIED = 1
 
 local function now()
     local time = redis.call("time")
@@ -683,8 +687,8 @@ function commands.recover(timeout, plain_timeout, dead_ttl)
     though_full()
     heard_of(at)
     redis.call("zadd", consumed, at, canonical)
-    -- Who has left has said so; who is only silent may be alive while the store was away.
-    local latest = was_away(at, timeout) and LEFT or at - timeout
+    -- Who has left has said so, and who died was seen; who is only silent may be alive while the store was away.
+    local latest = was_away(at, timeout) and DIED or at - timeout
     local recovered = 0
     for _, who in ipairs(redis.call("zrangebyscore", heartbeats, "-inf", latest)) do
         local heard_at = redis.call("zscore", heartbeats, who)
@@ -709,6 +713,16 @@ end
 function commands.leave()
     though_full()
     redis.call("zadd", heartbeats, "XX", LEFT, broker)
+end
+
+-- bury(places, where it lived, who): the process of a broker's worker is known to be dead; what it holds is recovered
+-- at once.
+function commands.bury(places, place, who)
+    if redis.call("hget", places, who) ~= place then return end
+    though_full()
+    local heard_at = redis.call("zscore", heartbeats, who)
+    if heard_at and tonumber(heard_at) > DIED then redis.call("zadd", heartbeats, "XX", DIED, who) end
+    redis.call("hdel", places, who)
 end
 
 function commands.purge()

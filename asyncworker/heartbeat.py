@@ -80,6 +80,8 @@ class Heartbeat(Middleware):
         client, away = hasty(broker), False
         while True:  # at once for the first time: who was never heard of is not missed when the store goes away
             try:
+                if dead := broker.bury_siblings(client):
+                    logger.warning("worker processes of this host that were found dead: %d", dead)
                 for queue_name in consumed_queues(broker, worker):
                     if recovered := broker.recover(queue_name, client):
                         logger.warning(

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -64,19 +65,13 @@ class Token:
 
         False when it lives, and when it cannot be known from here (another namespace).
         """
-        if self.namespace != _namespace():
-            return False
-        try:
-            owner = psutil.Process(self.pid)
-            return _born(owner) != self.born or not _lives(owner)
-        except psutil.NoSuchProcess:
-            return True
+        return self.namespace == _namespace() and is_gone(self.pid, self.born)
 
 
 def new_token(role: str = "browser") -> Token:
     """A token for one launch by this process."""
     me = psutil.Process()
-    return Token(_namespace(), me.pid, _born(me), secrets.token_hex(8), role, os.getsid(0))
+    return Token(_namespace(), me.pid, _own_birth(), secrets.token_hex(8), role, os.getsid(0))
 
 
 def tokens(wanted: Callable[[Token], bool]) -> set[Token]:
@@ -164,6 +159,22 @@ def lives(pid: int) -> bool:
         return False
 
 
+def is_gone(pid: int, born: int) -> bool:
+    """True when the process that had this number, and was born then, is known to be dead: a zombie is.
+
+    False when it lives, and when it cannot be known: no file may be opened, or another user's process is hidden.
+
+    Parameters:
+        born: As a token says it.
+    """
+    try:
+        return _birth(pid) != born
+    except (FileNotFoundError, ProcessLookupError):
+        return not _has_number(pid)
+    except OSError:
+        return False
+
+
 def up_since() -> float:
     """When this process had started for certain, by the clock that dates files.
 
@@ -172,7 +183,7 @@ def up_since() -> float:
     """
     if sys.platform != "linux":
         return psutil.Process().create_time()
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - (_born(psutil.Process()) + 1) / os.sysconf("SC_CLK_TCK")
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - (_own_birth() + 1) / os.sysconf("SC_CLK_TCK")
     return time.time() - age
 
 
@@ -265,13 +276,46 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def _born(process: psutil.Process) -> int:
-    """When a process started, in a unit that a step of the wall clock does not change."""
+def _own_birth() -> int:
+    return _birth_of(os.getpid())
+
+
+@cache
+def _birth_of(pid: int) -> int:
+    return _birth(pid) or 0  # no zombie asks
+
+
+def _birth(pid: int) -> int | None:
+    """When a process started, in a unit that a step of the wall clock does not change; None: it is a zombie.
+
+    Raises:
+        ProcessLookupError, FileNotFoundError: When there is none of this number, or it is hidden.
+        OSError: When the look failed.
+    """
+    if sys.platform != "linux":
+        try:
+            process = psutil.Process(pid)
+            return None if process.status() == psutil.STATUS_ZOMBIE else round(process.create_time() * 1000)
+        except psutil.ZombieProcess:
+            return None
+        except psutil.NoSuchProcess:
+            raise ProcessLookupError(pid) from None
+        except psutil.Error as error:
+            raise OSError(str(error)) from error
+    # Field 3, a letter, and field 22, in clock ticks since boot; the name in field 2 may hold spaces and parentheses.
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _has_number(pid: int) -> bool:
+    """Whether there is a process of that number, also where /proc hides other users' ones (`hidepid`)."""
     try:
-        # Field 22, in clock ticks since boot; the name in field 2 may itself hold spaces and parentheses.
-        return int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError):
-        return round(process.create_time() * 1000)
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _namespace() -> str:

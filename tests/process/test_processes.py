@@ -137,6 +137,30 @@ def test_an_owner_in_another_namespace_is_never_known_to_be_gone() -> None:
     assert not replace(of_a_dead_owner(), namespace="4026530000").owner_is_gone()
 
 
+def test_an_owner_that_cannot_be_looked_at_is_not_known_to_be_gone(start: Start) -> None:
+    """Taken for gone, its browsers would be killed, by a process that may open no more files, say."""
+    looking = start(
+        code=f"""
+import resource
+from asyncworker.processes import Token
+token = Token.parse("{new_token()}")
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+print(token.owner_is_gone())
+"""
+    )
+    assert says(looking) == "False"
+
+
+def test_a_process_that_is_hidden_is_not_known_to_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden(pid: int) -> int:
+        raise FileNotFoundError(pid)
+
+    token, ended = new_token(), of_a_dead_owner()
+    monkeypatch.setattr(processes, "_birth", hidden)
+    assert not token.owner_is_gone()
+    assert processes.is_gone(2**22 + 1, ended.born)  # no pid is as large
+
+
 def test_a_fork_launches_in_its_own_name(start: Start) -> None:
     forking = start(
         code="""

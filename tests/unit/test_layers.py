@@ -27,7 +27,7 @@ ledger guard visitor
 limiter
 memory_limiter pacer
 private_hosts
-lineage processes scratch
+lineage processes scratch siblings
 engines.capabilities engines.importing engines.profile engines.lifeline engines.storage_state engines.invisible_client
 engines engines.finding engines.driver engines.playwright engines.remote engines.invisible
 generation launching contexts turn recycling browser probing lending watch heeding loop session runtime
