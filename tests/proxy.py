@@ -43,7 +43,7 @@ class Proxy:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
-            thread.join(5)
+            thread.join(30)
 
     def lose_times(self, count: int, how: str, word: bytes = b"\r\nsend\r\n") -> None:
         """Lose the next connections over which `word` is sent."""

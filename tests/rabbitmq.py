@@ -128,7 +128,7 @@ class RabbitServer:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         script.kill()
-        script.wait(10)
+        script.wait(30)
         _, left = psutil.wait_procs(below, timeout=10)
         assert not left, f"processes of the server were left over: {left}"
 
@@ -136,7 +136,7 @@ class RabbitServer:
         self.kill()
         if self._epmd is not None:
             self._epmd.kill()
-            self._epmd.wait(10)
+            self._epmd.wait(30)
         for held in self._held:
             held.close()
 

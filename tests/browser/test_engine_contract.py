@@ -31,7 +31,7 @@ from asyncworker.testing import Document, FakeEngine
 from tests.site import BehaviourSite
 from tests.standin import Standin
 from tests.standin.fixtures import standin
-from tests.waiting import eventually, loop_watched
+from tests.waiting import BUSY_S, eventually, loop_watched
 
 __all__ = ["standin"]
 
@@ -268,10 +268,10 @@ async def test_closing_does_not_wait_for_a_process_that_outlives_its_browser(sub
         helper = subprocess.Popen(["sleep", "60"], env=child_environment(**{processes.VARIABLE: str(token)}))
     began = time.monotonic()
     await host.close()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 2 + BUSY_S
     assert subject.tokens() == set()
     if helper is not None:
-        assert helper.wait(timeout=5) == -signal.SIGKILL
+        assert helper.wait(timeout=30) == -signal.SIGKILL
 
 
 async def test_several_identities_are_served_at_once_and_none_ends_with_another(

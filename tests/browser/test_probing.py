@@ -73,7 +73,7 @@ async def test_a_browser_that_answers_and_finishes_no_navigation_is_replaced_and
     context = await generation.launched.new_context(generation.identity, {})
     page = await context.new_page()
     assert await page.evaluate("1 + 1") == 2, "it answers its protocol"
-    await eventually(lambda: prober.standing.state is State.sick, "it is noticed", timeout_ms=10_000)
+    await eventually(lambda: prober.standing.state is State.sick, "it is noticed")
     await eventually(lambda: prober.standing.state is State.ready, "another one loads pages", timeout_ms=20_000)
     async with runtime.session(Attempt(seed=1)) as session:
         await session.page.goto(site.product_url(2))

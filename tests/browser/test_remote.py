@@ -67,7 +67,7 @@ def _kill_session(browser: subprocess.Popen[str]) -> None:
         process.kill()
     if browser.poll() is None:
         os.kill(browser.pid, signal.SIGKILL)
-    browser.wait(10)
+    browser.wait(30)
 
 
 async def test_contexts_are_lent_of_a_browser_elsewhere_and_it_stays_when_we_close() -> None:

@@ -266,7 +266,7 @@ def test_a_signal_that_raises_in_a_call_ends_the_call_and_leaves_the_session(
     page = session.page
     with pytest.raises(Signal), signal_after(0.2):
         page.goto(f"{site.url}/never")
-    wait_until(lambda: not loop_thread()._running, "the call has ended on the loop, too", timeout_ms=5_000)
+    wait_until(lambda: not loop_thread()._running, "the call has ended on the loop, too")
     page.goto(f"{site.url}/cookie/get")
 
 
@@ -307,7 +307,7 @@ def test_an_error_of_a_handler_fails_the_next_call_of_its_session_once_and_no_ot
         page.goto(f"{site.url}/cookie/get")
         page.once("request", fails)
         page.evaluate("void setTimeout(() => fetch('/cookie/get'), 100)")
-        assert raising.wait(10)
+        assert raising.wait(30)
         assert [others.evaluate("1") for _ in range(20)] == [1] * 20
         with pytest.raises(LookupError, match="mine"):
             page.evaluate("2")
@@ -330,7 +330,7 @@ def test_a_handler_that_is_in_a_call_when_its_session_ends_ends_too(runtime: Run
         page = session.page
         page.on("request", waits)
         page.goto(f"{site.url}/cookie/get")
-        assert began.wait(10)
+        assert began.wait(30)
     wait_until(lambda: ended, "the handler's call has ended")
     assert isinstance(ended[0], SessionOver)
     wait_until(

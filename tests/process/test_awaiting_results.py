@@ -143,7 +143,7 @@ async def test_a_hundred_wait_on_one_connection_and_a_cancelled_wait_leaves_none
         each.cancel()
     await asyncio.gather(*waiting[50:], return_exceptions=True)
     assert store.broker.get_results_backend().watch._waits == {}
-    await eventually(lambda: not watching(), "the thread has ended", timeout_ms=10_000)
+    await eventually(lambda: not watching(), "the thread has ended")
     extra = store.connections() - before
     assert extra <= 1, "but for the one that stored the results"
     assert store.client.info("clients")["tracking_clients"] == 0
@@ -179,7 +179,7 @@ def test_results_are_awaited_from_loops_that_come_and_go_and_several_at_once(sto
     for number, each in enumerate(sent):
         store.worker.store_result(each, number, TTL_MS)
     for thread in threads:
-        thread.join(10)
+        thread.join(30)
     assert sorted(got) == list(range(8))
     assert len(watching()) == 1
 
@@ -273,4 +273,4 @@ def test_a_wait_after_a_long_pause_begins_anew(store: Store) -> None:
         sent = message()
         store.worker.store_result(sent, number, TTL_MS)
         assert asyncio.run(store.awaited(sent)) == number
-        wait_until(lambda: not watching(), "the thread has ended", timeout_ms=10_000)
+        wait_until(lambda: not watching(), "the thread has ended")

@@ -182,7 +182,7 @@ def test_a_retry_that_is_sent_while_the_end_of_its_message_is_waited_for_is_drop
     taken = wait_until(lambda: next(consumer), "a worker has it")
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(cancel, deployment, message)
-        assert looked.wait(10)
+        assert looked.wait(30)
         broker.enqueue(taken, delay=60_000)
         consumer.ack(taken)
         assert answer.result(20).found is Found.delayed

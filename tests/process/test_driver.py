@@ -51,8 +51,8 @@ async def nothing_left() -> AsyncIterator[None]:
     open_before = descriptors()
     yield
     with contextlib.suppress(AssertionError):  # the assertions below say more
-        await eventually(lambda: not other_tasks(), "the tasks have ended", timeout_ms=5_000)
-        await eventually(lambda: descriptors() <= open_before, "the descriptors are closed", timeout_ms=5_000)
+        await eventually(lambda: not other_tasks(), "the tasks have ended")
+        await eventually(lambda: descriptors() <= open_before, "the descriptors are closed")
     assert other_tasks() == set()
     assert descriptors() <= open_before
 

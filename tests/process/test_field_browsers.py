@@ -207,7 +207,7 @@ def test_as_process_1_it_keeps_no_zombie_of_browsers_that_are_recycled(deploy: D
         generation = 0
         while generation <= 5:
             generation = deployment.result(deployment.send("probe.visit", site.product_url(1)))["generation"]
-        wait_until(lambda: not namespaces.zombies(init), "no zombie is left", timeout_ms=5_000)
+        wait_until(lambda: not namespaces.zombies(init), "no zombie is left")
         init.terminate()
         assert up.command.wait(40) == 0, up.log
     assert deployment.counts()["browsers_recycled"] >= 5

@@ -282,7 +282,7 @@ def test_the_port_answers_while_the_loop_is_blocked_and_says_by_what(
         deployment.result(deployment.send("probe.visit", site.product_url(1)))
         wait_until(lambda: statuses(port) == (200, 200), "it is ready")
         message = deployment.send("ladder.block_loop", 6)
-        wait_until(lambda: statuses(port) == (503, 503), "it is sick", timeout_ms=10_000)
+        wait_until(lambda: statuses(port) == (503, 503), "it is sick")
         _, body = get(port, "/live")
         assert body["state"] == "sick"
         assert f"by message {message.message_id} (ladder.block_loop)" in body["workers"][0]["reason"]
@@ -309,7 +309,7 @@ def test_several_worker_processes_share_the_port_and_another_takes_over_when_one
         assert holder in running.workers
         os.kill(holder, signal.SIGKILL)
         wait_until(lambda: not processes.lives(holder), "it is dead")
-        wait_until(lambda: statuses(port) is not None, "another one answers", timeout_ms=10_000)
+        wait_until(lambda: statuses(port) is not None, "another one answers")
         wait_until(
             lambda: {each["pid"] for each in get(port, "/ready")[1]["workers"]} >= set(running.workers) - {holder},
             "the next one is told of, too",

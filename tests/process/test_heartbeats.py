@@ -53,7 +53,7 @@ def test_a_live_worker_never_looks_dead(store: Store, messages: int) -> None:
             for _ in range(messages):
                 broker.enqueue(message())
             for _ in range(min(messages, 2)):
-                assert begun.acquire(timeout=10)
+                assert begun.acquire(timeout=30)
             wait_until(lambda: _heard_of(store, broker), "it was heard of")
             other, ends = store.ours(heartbeat_timeout_ms=TIMEOUT_MS), time.monotonic() + 3 * TIMEOUT_MS / 1000
             while time.monotonic() < ends:

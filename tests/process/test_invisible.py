@@ -315,7 +315,7 @@ class Unanswering:
 
     def __exit__(self, *_: object) -> None:
         self._server.shutdown(socket.SHUT_RDWR)
-        self._thread.join(10)
+        self._thread.join(30)
         self._server.close()
 
     def _hear(self) -> None:

@@ -41,7 +41,7 @@ def test_who_is_not_heard_of_after_an_outage_either_is_dead(store: Store) -> Non
     away(store, for_ms=2_000)
     newcomer = store.ours(heartbeat_timeout_ms=1_000)
     assert newcomer.recover(QUEUE) == 0
-    wait_until(lambda: newcomer.recover(QUEUE) == 1, "what it held is run again", timeout_ms=5_000)
+    wait_until(lambda: newcomer.recover(QUEUE) == 1, "what it held is run again")
 
 
 def test_who_has_said_that_it_leaves_is_not_waited_for_after_an_outage(store: Store) -> None:

@@ -391,7 +391,7 @@ def test_a_worker_is_heard_of_while_all_its_threads_are_busy_and_its_end_is_know
     worker.start()
     try:
         broker.enqueue(message())
-        assert begun.wait(10)
+        assert begun.wait(30)
         other, ends = store.ours(heartbeat_timeout_ms=2_000), time.monotonic() + 4
         while time.monotonic() < ends:
             assert other.recover(QUEUE) == 0

@@ -112,7 +112,7 @@ def test_a_worker_that_is_killed_loses_nothing_and_the_ledger_numbers_the_attemp
         with deployment.worker("-p", "1", "-t", "1", "-Q", "held") as second:
             second.ready()
             os.kill(first.workers[0], signal.SIGKILL)
-            wait_until(lambda: len(deployment.rows(message)) == 2, "the other worker has it", timeout_ms=10_000)
+            wait_until(lambda: len(deployment.rows(message)) == 2, "the other worker has it")
             gate.touch()
             wait_until(lambda: deployment.rows(message)[1].outcome is Outcome.succeeded, "it is done")
             assert second.stop() == 0

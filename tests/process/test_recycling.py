@@ -89,7 +89,7 @@ def test_two_hundred_messages_to_heavy_pages_notice_no_recycle_and_memory_stays_
         ]
         results = [deployment.result(message, timeout_s=90) for message in messages]
         command = psutil.Process(worker.command.pid)
-        wait_until(lambda: not namespaces.zombies(command), "no zombie is left", timeout_ms=5_000)
+        wait_until(lambda: not namespaces.zombies(command), "no zombie is left")
         assert worker.stop() == 0
     counts = deployment.counts()
     assert {result["attempt"] for result in results} == {1}

@@ -68,7 +68,7 @@ def leaving_nothing(worker: Running) -> Iterator[None]:
     pids = worker.ready().workers
     started = psutil.Process(worker.command.pid).children(recursive=True)
     yield
-    wait_until(lambda: not [one for one in started if lives(one.pid)], "nothing of it runs", timeout_ms=5_000)
+    wait_until(lambda: not [one for one in started if lives(one.pid)], "nothing of it runs")
     left = [path for pid in pids for path in Path(tempfile.gettempdir()).glob(f"aw-*-{pid}-*")]
     assert left == []
 
@@ -142,7 +142,7 @@ def test_what_outlasts_the_drain_budget_goes_back_to_its_queue_as_if_there_had_b
             with leaving_nothing(worker):
                 tell(worker)
                 stops(worker, STOPPED, within_s=6)
-        assert deployment.result(done, timeout_s=1) == "slow"
+        assert deployment.result(done) == "slow"
         is_unharmed(deployment, page)
         is_unharmed(deployment, plain, queue="held", seed=None)
         (state_dir / "go").touch()
@@ -186,7 +186,7 @@ def test_a_stop_during_a_launch_has_the_message_run_to_its_end(
             with leaving_nothing(worker):
                 tell(worker)
                 stops(worker, STOPPED, within_s=10)
-        assert deployment.result(message, timeout_s=1) == ""
+        assert deployment.result(message) == ""
 
 
 @pytest.mark.needs_browser
@@ -199,7 +199,7 @@ def test_a_stop_during_a_close_that_hangs_ends_with_the_closes_limit_and_keeps_t
         with leaving_nothing(worker):
             tell(worker)
             stops(worker, STOPPED, within_s=8)
-    assert site.product(1).title in deployment.result(message, timeout_s=1)
+    assert site.product(1).title in deployment.result(message)
     assert [row.outcome for row in deployment.rows(message)] == ["succeeded"]
 
 
@@ -262,7 +262,7 @@ def test_a_second_sigterm_ends_a_close_that_hangs_before_its_own_limit(state_dir
                 worker.wait_for_log("Stopping worker process")
                 tell(worker)
                 stops(worker, EXIT_TOLD_AGAIN, within_s=STOP_MS / 1000)
-        assert site.product(1).title in deployment.result(message, timeout_s=1)
+        assert site.product(1).title in deployment.result(message)
 
 
 def test_a_second_sigterm_ends_a_thread_that_sees_no_interrupt_in_time_and_loses_nothing(

@@ -71,7 +71,7 @@ def test_a_stop_during_navigations_lets_them_finish_and_leaves_nothing(
         assert up.command.wait(40) == 0
         assert not [one for one in started if lives(one.pid)]
     for message in messages:
-        deployment.result(message, timeout_s=1)
+        deployment.result(message)
         assert [row.outcome for row in deployment.rows(message)] == ["succeeded"]
 
 
@@ -101,7 +101,7 @@ def test_a_killed_supervisor_leaves_nothing_and_the_running_message_finishes(
         up.command.kill()
         up.command.wait()
         wait_until(lambda: not [one for one in started if lives(one.pid)], "nothing is left", timeout_ms=20_000)
-    deployment.result(message, timeout_s=1)
+    deployment.result(message)
     assert [row.outcome for row in deployment.rows(message)] == ["succeeded"]
 
 
@@ -163,7 +163,7 @@ def test_a_killed_workers_browser_is_gone_before_its_place_is_taken(
         for member in tree:  # so that they do not end by themselves
             member.suspend()
         os.kill(worker, signal.SIGKILL)
-        wait_until(lambda: not [one for one in tree if lives(one.pid)], "its browser is gone", timeout_ms=5_000)
+        wait_until(lambda: not [one for one in tree if lives(one.pid)], "its browser is gone")
         up.wait_for_log("worker 1 died: exit code 1")
         assert up.stop() == 0
 
@@ -202,7 +202,7 @@ def test_as_process_1_it_keeps_no_zombie_of_ten_crashed_browsers(deployment: Dep
             deployment.result(deployment.send("probe.visit", site.product_url(1)))
             _kill_browser(init)
         deployment.result(deployment.send("probe.visit", site.product_url(1)))
-        wait_until(lambda: not namespaces.zombies(init), "no zombie is left", timeout_ms=5_000)
+        wait_until(lambda: not namespaces.zombies(init), "no zombie is left")
         init.terminate()
         assert up.command.wait(40) == 0, up.log
     assert deployment.counts()["browsers_launched"] >= 11

@@ -124,7 +124,7 @@ def test_a_stop_with_messages_in_flight_lets_them_finish(
         else:
             assert worker.stop(number) == 0
     for message in messages:
-        deployment.result(message, timeout_s=1)
+        deployment.result(message)
         assert [row.outcome for row in deployment.rows(message)] == ["succeeded"]
     counts = deployment.counts()
     assert counts == {"browsers_launched": 1, "contexts_opened": 4, "contexts_closed": 4}

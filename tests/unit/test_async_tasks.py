@@ -44,7 +44,7 @@ def of(result: Any) -> Any:
 
 
 def test_a_coroutine_runs_on_the_loop_and_sees_its_task(app: Celery, loop_thread: LoopThread) -> None:
-    @app.task(bind=True)
+    @app.task(bind=True, shared=False)
     async def where(self: Any) -> list[object]:
         await asyncio.sleep(0)
         return [threading.get_ident(), current_task.name, self.request.id == current_task.request.id]
@@ -71,7 +71,7 @@ def test_arguments_of_an_async_task_are_validated_by_pydantic_and_its_model_is_d
 
     for name in ("number", "return"):  # pytest's modules have no names that pydantic could look up
         double.__annotations__[name] = bound.__annotations__[name] = Number
-    task = app.task(pydantic=True, bind=bind, name="double", **retries)(bound if bind else double)
+    task = app.task(shared=False, pydantic=True, bind=bind, name="double", **retries)(bound if bind else double)
     assert make_runnable(task)
     assert is_async(task)
     assert of(task.apply([{"value": 2}])) == {"value": 4}
@@ -109,9 +109,9 @@ def test_what_is_raised_in_the_thread_is_raised_at_the_await(loop_thread: LoopTh
         return "caught"
 
     thread, found = in_a_thread(loop_thread, body())
-    assert waits.wait(10)
+    assert waits.wait(30)
     raise_thread_exception(thread.ident, SoftTimeLimitExceeded)
-    thread.join(10)
+    thread.join(30)
     assert cleaned == [True]
     assert found == ["caught"] if catches else isinstance(found[0], SoftTimeLimitExceeded)
 
@@ -128,9 +128,9 @@ def test_who_ends_the_thread_ends_the_coroutine(loop_thread: LoopThread) -> None
             ended.append(True)
 
     thread, found = in_a_thread(loop_thread, body())
-    assert waits.wait(10)
+    assert waits.wait(30)
     raise_thread_exception(thread.ident, SystemExit)
-    thread.join(10)
+    thread.join(30)
     assert ended == [True]
     assert isinstance(found[0], SystemExit)
 

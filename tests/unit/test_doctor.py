@@ -11,12 +11,14 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import redis
 from rich.console import Console
 
+from asyncworker import broker_checks as checks
 from asyncworker import doctor, embedded
 from asyncworker.broker_checks import Check, State, broker_checks, clock
 from asyncworker.doctor import examine, would_run
@@ -343,23 +345,25 @@ def test_a_broker_that_accepts_and_never_answers_is_a_failure_in_time(monkeypatc
 
 
 class Clock(redis.Redis):
-    """A broker whose clock is off."""
+    """A broker whose clock is off; it answers at once."""
+
+    NOW = 1_700_000_000
 
     def __init__(self, off_by_s: float) -> None:
         self._off_by_s = off_by_s
 
     def time(self) -> Any:
-        import time
-
-        now = time.time() + self._off_by_s
-        return int(now), int(now % 1 * 1e6)
+        return int(self.NOW + self._off_by_s), 0
 
 
 @pytest.mark.parametrize(
     ("off_by_s", "state", "word"),
     [(0.0, State.ok, "agrees"), (5.0, State.warning, "5.0 s behind"), (-5.0, State.warning, "5.0 s ahead")],
 )
-def test_a_clock_that_differs_from_the_brokers_is_a_warning(off_by_s: float, state: State, word: str) -> None:
+def test_a_clock_that_differs_from_the_brokers_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, off_by_s: float, state: State, word: str
+) -> None:
+    monkeypatch.setattr(checks, "time", SimpleNamespace(time=lambda: float(Clock.NOW)))
     check = clock(Clock(off_by_s))
     assert check.state is state
     assert word in check.detail

@@ -132,9 +132,9 @@ def test_who_waits_for_a_store_is_woken_when_the_worker_has_to_stop(monkeypatch:
     ended = []
     thread = threading.Thread(target=lambda: ended.append(_gives_up(patience, work)), daemon=True)
     thread.start()
-    assert waits.wait(10)
+    assert waits.wait(30)
     patience.end_in(0)
-    thread.join(10)
+    thread.join(30)
     assert ended == [True]
     assert not patience.gave_up(), "another thread has"
 

@@ -27,7 +27,7 @@ class Store:
 
     def settle(self, queue_name: str, rejected: bool, identifiers: list[str], rows: list[ClosedRow]) -> Settled:
         self.told.append((queue_name, rejected, identifiers, rows))
-        assert self.is_open.wait(10)
+        assert self.is_open.wait(30)
         answer = self.answers.pop(0) if self.answers else Settled([True] * len(identifiers), [])
         if isinstance(answer, Exception):
             raise answer

@@ -33,9 +33,9 @@ async def test_an_actor_is_sent_to_and_its_result_awaited_on_the_loop(title: Ses
     async with loop_watched() as watch:
         sent = await title.asend(URL, seed=7)
         assert isinstance(sent, SentMessage)
-        assert await sent.aresult(timeout_ms=5_000) == "Shop"
-        assert await aresult(title.send(URL), timeout_ms=5_000) == "Shop"
-        assert await (await title.asend_with_options(args=(URL,), delay=1)).aresult(timeout_ms=5_000) == "Shop"
+        assert await sent.aresult(timeout_ms=30_000) == "Shop"
+        assert await aresult(title.send(URL), timeout_ms=30_000) == "Shop"
+        assert await (await title.asend_with_options(args=(URL,), delay=1)).aresult(timeout_ms=30_000) == "Shop"
     assert watch.longest_s < 0.3
     assert (sent.kwargs, sent.get_result()) == ({"seed": 7}, "Shop")
 
@@ -45,14 +45,14 @@ async def test_a_plain_actor_is_sent_to_by_its_broker(stub_worker: StubWorker) -
     def double(number: int) -> int:
         return 2 * number
 
-    assert await (await get_broker().aenqueue(double.message(2))).aresult(timeout_ms=5_000) == 4
+    assert await (await get_broker().aenqueue(double.message(2))).aresult(timeout_ms=30_000) == 4
     sent = await get_broker().asend_many([double.message(3), (double.message(4), 1)])
-    assert await asyncio.gather(*(each.aresult(timeout_ms=5_000) for each in sent)) == [6, 8]
+    assert await asyncio.gather(*(each.aresult(timeout_ms=30_000) for each in sent)) == [6, 8]
 
 
 async def test_a_failure_and_a_limit_are_raised_as_dramatiq_does(title: SessionActor[..., str]) -> None:
     with pytest.raises(ResultFailure):
-        await (await title.asend("https://elsewhere.example/")).aresult(timeout_ms=5_000)
+        await (await title.asend("https://elsewhere.example/")).aresult(timeout_ms=30_000)
     sent = await title.asend_with_options(args=(URL,), delay=60_000)
     with pytest.raises(ResultTimeout):
         await sent.aresult(timeout_ms=60)

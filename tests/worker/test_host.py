@@ -16,7 +16,7 @@ from asyncworker.identity import Identity
 from asyncworker.settings import load
 from asyncworker.shielding import shielded
 from asyncworker.testing import FakeBrowserError, FakeClock, FakeEngine
-from tests.waiting import eventually
+from tests.waiting import BUSY_S, eventually
 
 SEED = Identity(seed=1)
 
@@ -117,7 +117,7 @@ async def test_a_browser_that_dies_before_the_context_is_open_costs_the_message_
     await eventually(lambda: engine.begun[step], "it is under way")
     engine.delays.clear()
     engine.browsers[0].crash()
-    assert await asyncio.wait_for(waiting, 5) == 2
+    assert await asyncio.wait_for(waiting, BUSY_S) == 2
     assert host.counts["contexts_opened"] == host.counts["contexts_closed"]
     await host.close()
 
@@ -168,7 +168,7 @@ async def test_a_close_that_does_not_end_is_bounded_and_costs_the_browser() -> N
     engine = FakeEngine()
     host = host_of(engine, close_timeout_ms=50)
     engine.delays["close_context"] = math.inf
-    assert await asyncio.wait_for(use(host), 5) == 1
+    assert await asyncio.wait_for(use(host), BUSY_S) == 1
     engine.delays.clear()
     assert await use(host) == 2
     await eventually(lambda: not engine.browsers[0].alive, "the first browser is closed")

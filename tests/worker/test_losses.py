@@ -137,7 +137,7 @@ class Slow:
     def __call__(self, name: str, waits: bool) -> None:
         self.running.add(name)
         self.began[name] = set(self.running)
-        assert not waits or self.let_go.wait(10)
+        assert not waits or self.let_go.wait(30)
         self.running.discard(name)
 
 
@@ -184,7 +184,7 @@ def test_who_waits_to_be_alone_is_interrupted_when_the_process_stops_and_lets_ot
     thread.start()
     wait_until(lambda: gate._alone is not None, "it waits")
     broker.is_stopping = True
-    thread.join(10)
+    thread.join(30)
     assert len(raised) == 1
     broker.is_stopping = False
     gate.leave()

@@ -323,7 +323,7 @@ async def test_a_late_identity_does_not_open_a_closed_row_again(monkeypatch: pyt
 
     def slow(running: Any) -> None:
         entered.set()
-        assert released.wait(10)
+        assert released.wait(30)
         write(running)
 
     monkeypatch.setattr(account, "_write", slow)

@@ -21,6 +21,9 @@ from asyncworker.settings import load
 from asyncworker.testing import FakeEngine, StubWorker, stub_worker
 from tests.waiting import wait_until
 
+#: By how much the phases may be longer than the attempt that they make up: each is rounded, and so are its two ends.
+ROUNDED_MS = 10
+
 
 def only_row(worker: StubWorker, message: Any) -> Row:
     (row,) = wait_until(lambda: worker.rows(message), "its row")
@@ -41,12 +44,12 @@ def test_a_row_has_the_time_of_each_phase_and_the_close_comes_behind(
     row = only_row(worker, message)
     assert (row.outcome, row.phase, len(row.phases)) == ("succeeded", "code", 4), "stored before the close"
     closed = wait_until(lambda: only_row(worker, message).phases_ms.get("close"), "the close's time")
-    assert 600 <= closed < 1_500
-    phases = only_row(worker, message).phases_ms
-    assert 200 <= phases["launch"] < 400
-    assert 200 <= phases["context"] < 400
-    assert 300 <= phases["code"] < 500
-    assert phases["wait"] < 200
+    assert closed >= 600
+    phases = row.phases_ms
+    assert phases["launch"] >= 200
+    assert phases["context"] >= 200
+    assert phases["code"] >= 300
+    assert sum(phases.values()) <= (row.took_ms or 0) + ROUNDED_MS, "none is part of another"
 
 
 def test_opening_a_page_that_hangs_is_the_phase_context_in_the_error_and_in_the_row(fake_engine: FakeEngine) -> None:
@@ -78,25 +81,27 @@ def test_a_plain_actor_is_in_its_code_but_for_the_session_that_it_opens(
 
     message = opening.message()
     worker.run(message)
-    phases = only_row(worker, message).phases_ms
-    assert 200 <= phases["context"] < 390, "the second one is part of the code"
-    assert phases["code"] >= 200
+    row = only_row(worker, message)
+    phases = row.phases_ms
+    assert phases["context"] >= 200
+    assert phases["code"] >= 200, "the second one is part of the code"
+    assert sum(time_ms for phase, time_ms in phases.items() if phase != "close") <= (row.took_ms or 0) + ROUNDED_MS
 
 
-def test_a_running_attempt_tells_the_ledger_its_phase_within_seconds(
-    worker: StubWorker, fake_engine: FakeEngine
-) -> None:
-    fake_engine.delays["new_context"] = 4
+def test_a_running_attempt_tells_the_ledger_its_phase_while_it_runs(fake_engine: FakeEngine) -> None:
+    fake_engine.delays["new_context"] = math.inf
+    settings = load({}, context_timeout_ms=60_000, close_timeout_ms=300, stop_timeout_ms=300)
+    with stub_worker(engine=fake_engine, settings=settings) as worker:
 
-    @actor(max_retries=0)
-    async def visit(session: Session) -> None: ...
+        @actor(max_retries=0)
+        async def visit(session: Session) -> None: ...
 
-    message = visit.message()
-    worker.broker.enqueue(message)
-    assert wait_until(lambda: worker.rows(message), "its row")[0].phase in ("wait", "launch", "context")
-    wait_until(lambda: worker.rows(message)[0].phase == "context", "the phase", timeout_ms=3_500)
-    assert worker.rows(message)[0].outcome is Outcome.running
-    worker.join()
+        message = visit.message()
+        worker.broker.enqueue(message)
+        assert wait_until(lambda: worker.rows(message), "its row")[0].phase in ("wait", "launch", "context")
+        wait_until(lambda: worker.rows(message)[0].phase == "context", "the phase")
+        assert worker.rows(message)[0].outcome is Outcome.running
+        worker.worker.stop(timeout=300)
 
 
 def test_phases_are_counted_by_a_clock_and_the_close_is_unknown_until_it_has_ended() -> None:

@@ -55,11 +55,11 @@ def test_an_attempt_that_runs_for_long_is_a_row_while_it_runs(worker: StubWorker
 
     def body() -> None:
         begun.set()
-        assert released.wait(10)
+        assert released.wait(30)
 
     message = plain(body).message()
     worker.broker.enqueue(message)
-    assert begun.wait(10)
+    assert begun.wait(30)
     wait_until(lambda: outcomes(worker, message) == [Outcome.running], "its row is open")
     released.set()
     worker.join()

@@ -17,7 +17,7 @@ from asyncworker.settings import load
 from asyncworker.testing import FakeEngine, stub_worker
 from asyncworker.threads import in_thread
 from asyncworker.watchdog import Watchdog
-from tests.waiting import wait_until
+from tests.waiting import BUSY_S, wait_until
 
 
 def said(caplog: pytest.LogCaptureFixture, text: str) -> list[logging.LogRecord]:
@@ -25,7 +25,7 @@ def said(caplog: pytest.LogCaptureFixture, text: str) -> list[logging.LogRecord]
 
 
 async def hold_up(let_go: threading.Event) -> None:
-    let_go.wait(20)
+    let_go.wait(60)
 
 
 def test_a_blocked_loop_is_named_within_two_seconds_with_its_stack_actor_and_message(
@@ -41,13 +41,13 @@ def test_a_blocked_loop_is_named_within_two_seconds_with_its_stack_actor_and_mes
         message = actor(actor_name="blocker", max_retries=0)(body).message()
         worker.broker.enqueue(message)
         try:
-            wait_until(lambda: said(caplog, "the loop is blocked"), "it is noticed", timeout_ms=10_000)
+            wait_until(lambda: said(caplog, "the loop is blocked"), "it is noticed")
         finally:
             let_go.set()
-        wait_until(lambda: said(caplog, "the loop goes on"), "it goes on", timeout_ms=5_000)
+        wait_until(lambda: said(caplog, "the loop goes on"), "it goes on")
         worker.join()
     (record,) = said(caplog, "the loop is blocked")
-    assert record.created - began[0] < 2.3  # two seconds on a machine that does nothing else
+    assert record.created - began[0] < 2 + BUSY_S
     assert f"message {message.message_id} (blocker)" in record.getMessage()
     assert "in hold_up" in record.getMessage()
     assert said(caplog, "would be replaced") == []
@@ -64,26 +64,33 @@ def test_a_loop_that_is_blocked_for_longer_than_it_may_be_ends_in_a_replacement(
     with stub_worker(engine=fake_engine, settings=load({}, loop_block_limit_ms=2_000)) as worker:
         worker.broker.enqueue(actor(actor_name="blocker", max_retries=0)(body).message())
         try:
-            wait_until(lambda: said(caplog, "would be replaced"), "it is given up", timeout_ms=10_000)
+            wait_until(lambda: said(caplog, "would be replaced"), "it is given up")
         finally:
             let_go.set()
         worker.join()
     (record,) = said(caplog, "would be replaced")
     blocked_ms = int(re.search(r"blocked for (\d+) ms", record.getMessage())[1])  # type: ignore[index]
-    assert 2_000 <= blocked_ms < 3_500
+    assert 2_000 <= blocked_ms < 3_500 + BUSY_S * 1000
 
 
 def test_a_loop_that_is_busy_and_served_is_not_blocked(
     fake_engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def body(session: Session) -> None:
+    async def body(session: Session) -> float:
         ends = time.monotonic() + 2.5
-        while time.monotonic() < ends:
+        longest = 0.0
+        while (began := time.monotonic()) < ends:
             time.sleep(0.3)
             await asyncio.sleep(0)
+            longest = max(longest, time.monotonic() - began)
+        return longest
 
     with stub_worker(engine=fake_engine) as worker:
-        worker.run(actor(actor_name="busy", max_retries=0)(body).message())
+        busy = actor(actor_name="busy", max_retries=0)(body)
+        for _ in range(10):
+            caplog.clear()
+            if worker.run(busy.message()) < 1:  # else this machine has held it up
+                break
     assert said(caplog, "the loop is blocked") == []
 
 
@@ -114,7 +121,7 @@ def test_a_thread_that_sees_no_interrupt_is_named_the_others_finish_and_the_proc
         def wait(self) -> None:
             lock = threading.Lock()
             lock.acquire()
-            threading.Thread(target=lambda: (let_go.wait(20), lock.release()), daemon=True).start()
+            threading.Thread(target=lambda: (let_go.wait(90), lock.release()), daemon=True).start()
             lock.acquire()
 
     settings = load({}, cleanup_timeout_ms=200, close_timeout_ms=200)
@@ -126,15 +133,15 @@ def test_a_thread_that_sees_no_interrupt_is_named_the_others_finish_and_the_proc
 
         @dramatiq.actor(broker=worker.broker, max_retries=0)
         def healthy() -> None:
-            calm.wait(20)
+            calm.wait(90)
 
         message: Any = deaf.send()
         healthy.send()
         try:
-            wait_until(lambda: said(caplog, "does not end"), "the deaf one is noticed", timeout_ms=10_000)
+            wait_until(lambda: said(caplog, "does not end"), "the deaf one is noticed")
             assert said(caplog, "would be replaced") == [], "the other one is still at its message"
             calm.set()
-            wait_until(lambda: said(caplog, "would be replaced"), "the process is given up", timeout_ms=10_000)
+            wait_until(lambda: said(caplog, "would be replaced"), "the process is given up")
         finally:
             let_go.set()
             calm.set()
@@ -149,9 +156,9 @@ def test_a_thread_that_sees_no_interrupt_is_named_the_others_finish_and_the_proc
 
 async def test_the_runtimes_own_threads_are_not_those_that_actors_may_keep_busy() -> None:
     let_go = threading.Event()
-    busy = [asyncio.ensure_future(asyncio.to_thread(let_go.wait, 20)) for _ in range(64)]
+    busy = [asyncio.ensure_future(asyncio.to_thread(let_go.wait, 60)) for _ in range(64)]
     try:
-        assert await asyncio.wait_for(in_thread(lambda: "done"), 5) == "done"
+        assert await asyncio.wait_for(in_thread(lambda: "done"), 30) == "done"
     finally:
         let_go.set()
         await asyncio.gather(*busy)
