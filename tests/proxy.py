@@ -18,6 +18,7 @@ class Proxy:
 
     Attributes:
         turns: How often a client spoke after the store had: its round trips.
+        asked: How often a client spoke.
         lose: Which of what a client sends makes its connection end: `(chunk) -> "before" | "after" | None`, before it
             is passed on, or as soon as the store has answered, in the place of the answer.
         on_loss: Called between the store's answer and the end of the connection.
@@ -28,6 +29,7 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.turns = 0
+        self.asked = 0
         self.losses = 0
         self.lose: Callable[[bytes], str | None] = lambda _: None
         self.on_loss: Callable[[], object] = lambda: None
@@ -81,6 +83,7 @@ class Proxy:
                     clients_turn = False
                     client.sendall(chunk)
                     continue
+                self.asked += 1
                 if not clients_turn:
                     clients_turn = True
                     self.turns += 1

@@ -31,7 +31,7 @@ from asyncworker.settings import Settings, load
 from tests.site import BehaviourSite
 from tests.standin import Standin
 from tests.standin.fixtures import standin
-from tests.waiting import eventually, loop_watched
+from tests.waiting import BUSY_S, eventually, loop_watched
 
 __all__ = ["standin"]
 
@@ -106,7 +106,7 @@ async def test_calls_that_were_cancelled_and_still_hold_a_thread_are_counted(
     async with runtime.session(Attempt(seed=1)) as other:
         launched = other._lease.generation.launched
         assert launched.abandoned == 0
-        await leave_hanging(runtime, f"{site.url}/never", timeout_ms=1_500)
+        await leave_hanging(runtime, f"{site.url}/never", timeout_ms=5_000)
         assert launched.abandoned == 1
         await eventually(lambda: launched.abandoned == 0, "the call has ended by its own time limit")
 
@@ -161,7 +161,7 @@ async def test_a_default_time_limit_of_a_page_follows_what_is_left_of_the_messag
         began = time.monotonic()
         with pytest.raises(invisible_timeout()):
             await session.page.goto(f"{site.url}/never")
-        assert time.monotonic() - began < 10  # the default is 30
+        assert time.monotonic() - began < 0.2 + 1 + BUSY_S  # the default is 30
 
 
 # --- launch and close
@@ -176,7 +176,7 @@ async def test_a_launch_that_never_gets_ready_fails_at_its_limit_and_leaves_noth
         with pytest.raises(LaunchFailed, match="ASYNCWORKER_LAUNCH_TIMEOUT_MS"):
             async with runtime.session(Attempt(seed=1)):
                 pass
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 1.5 + BUSY_S  # the default is 30
         await runtime.engine.close()
         assert mine() == set()
 
@@ -210,7 +210,7 @@ async def test_a_missing_engine_is_reported_at_once_and_never_fetched(
         with pytest.raises(EngineMissing, match=r"asyncworker doctor --install"):
             async with runtime.session(Attempt(seed=1)):
                 pass
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < BUSY_S
     assert standin.launches() == []
 
 
@@ -231,7 +231,7 @@ async def test_an_engine_that_vanishes_after_it_was_found_is_not_fetched_by_the_
         with pytest.raises(LaunchFailed, match=r"EngineMismatch.*asyncworker doctor --install"):
             async with runtime.session(Attempt(seed=1)):
                 pass
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < BUSY_S
 
 
 async def test_closing_does_not_wait_for_pages_that_sleep_in_the_clients_threads(
@@ -242,14 +242,14 @@ async def test_closing_does_not_wait_for_pages_that_sleep_in_the_clients_threads
     launched: Any = await engine.launch(runtime.identity(1))
     context = await launched.new_context(runtime.identity(1), {})
     pages = [await context.new_page() for _ in range(4)]
-    sleeping = [asyncio.create_task(page.wait_for_timeout(6_000)) for page in pages]
+    sleeping = [asyncio.create_task(page.wait_for_timeout(10_000)) for page in pages]
     threads = set(threading.enumerate()) - before_launch
     assert len([thread for thread in threads if thread.name.startswith("juggler")]) >= 4
     await eventually(lambda: invisible_client._connection(launched._client)._transport._queue.empty(), "they sleep")
     began = time.monotonic()
     async with loop_watched() as loop:
         await launched.close(500)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 0.5 + BUSY_S
     assert loop.longest_s < 1
     for task in sleeping:
         task.cancel()

@@ -23,7 +23,7 @@ from asyncworker.settings import leave_invisible_core_alone
 from tests.site import BehaviourSite
 from tests.standin import Standin
 from tests.standin.fixtures import standin
-from tests.waiting import eventually, wait_until
+from tests.waiting import BUSY_S, eventually, wait_until
 
 __all__ = ["standin"]  # a fixture, used by its name
 
@@ -90,7 +90,7 @@ async def test_launch_and_close_take_well_under_a_second_and_are_logged(standin:
         context = await browser.new_context()
         await context.new_page()
         await context.close()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 1 + BUSY_S
     events = [record["event"] for record in standin.log()]
     assert events == ["launched", "ready", "context opened", "page opened", "page closed", "context closed", "closing"]
     assert standin.log("closing")[0]["code"] == 0
@@ -283,7 +283,7 @@ async def test_crashed_content_fires_crash_and_the_browser_lives(standin: Standi
         page.on("crash", lambda _: crashed.set())
         with pytest.raises(errors.TimeoutError):
             await page.goto("about:crashcontent", timeout=300)
-        assert crashed.is_set()
+        await asyncio.wait_for(crashed.wait(), 30)
         await other.goto(html("<title>alive</title>"))
         assert (await other.title(), browser.is_connected()) == ("alive", True)
         await page.close()
@@ -381,9 +381,11 @@ async def test_a_lingering_child_outlives_a_killed_engine_and_has_its_environmen
     async with launched(standin) as (_, process):
         child = psutil.Process(standin.log("lingering")[0]["child"])
         assert child.environ()["INVPW_SESSION_TOKEN"] == standin.launches()[0]["client_token"]
+        child.suspend()  # so that it does not end before it is looked at
         process.kill()
         await eventually(lambda: not processes.lives(process.pid), "the engine is dead")
         assert processes.lives(child.pid)
+        child.resume()
         await eventually(lambda: not processes.lives(child.pid), "the child ends, too")
 
 

@@ -10,13 +10,14 @@ import pytest
 from celery import Celery
 
 from asyncworker import embedded
+from tests.waiting import BUSY_S
 from tests.workers import Deployment
 
 
 @pytest.fixture(scope="module")
 def deployment(module_state_dir: Path) -> Iterator[Deployment]:
     deployment = Deployment(
-        module_state_dir, heartbeat_timeout_ms=2_000, cleanup_timeout_ms=1_500, close_timeout_ms=500
+        module_state_dir, heartbeat_timeout_ms=int(BUSY_S * 1000), cleanup_timeout_ms=1_500, close_timeout_ms=500
     )
     yield deployment
     deployment.broker.close()

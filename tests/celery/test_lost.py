@@ -12,6 +12,7 @@ from celery import Celery, chord
 
 from asyncworker.watchdog import EXIT_REPLACED
 from tests.celery.sides import HOME, Side, begun, names, our_side, result, send
+from tests.waiting import BUSY_S
 from tests.workers import Deployment
 
 APP = "more_tasks:app"
@@ -43,7 +44,7 @@ def test_a_lost_worker_gives_each_task_what_its_acknowledgement_says(app: Celery
             assert results["lost_late_retry"] == "[False, 1]"
             assert runs["lost_late_retry"] == 2
             assert "Task.on_retry(WorkerLostError" in " ".join(names(side, sent["lost_late_retry"]))
-        assert took_s < 15
+        assert took_s < 10 + BUSY_S
 
         stuck, terminated = send(app, "stuck"), begun(side, send(app, "stuck_for_long"))
         app.control.revoke(terminated.id, terminate=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import statistics
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from dramatiq import Message
 from asyncworker import cancel
 from asyncworker.middleware import ledger_of
 from tests.celery.sides import HOME, Side, begun, names, our_side, result, send
-from tests.waiting import wait_until
+from tests.waiting import BUSY_S, wait_until
 from tests.workers import Deployment
 
 
@@ -96,7 +97,7 @@ def test_a_running_task_is_terminated_and_its_worker_goes_on(app: Celery, side: 
 
 
 def test_a_revoked_task_does_not_begin(app: Celery, side: Side) -> None:
-    sent = send(app, "add", 1, 2, countdown=1)
+    sent = send(app, "add", 1, 2, countdown=4)
     scheduled = wait_until(lambda: app.control.inspect(timeout=1, limit=1).scheduled(), "an answer")
     assert [each["request"]["name"] for tasks in scheduled.values() for each in tasks] == ["facts.add"]
     app.control.revoke(sent.id)
@@ -123,20 +124,21 @@ def test_a_task_that_is_cancelled_by_our_command_is_revoked(app: Celery, deploym
 
 
 def test_a_rate_limit_spaces_the_tasks_of_a_kind(app: Celery, side: Side) -> None:
+    sent_at = time.time()
     sent = [send(app, "limited") for _ in range(9)]
     for each in sent:
         result(each)
     began = sorted(each["at"] for each in side.records() if each["what"] == "BEGAN")
     assert len(began) == 9
-    assert 1.8 < began[-1] - began[0] < 3.5
-    assert min(after - before for before, after in itertools.pairwise(began)) > 0.1
+    assert 1.8 < began[-1] - sent_at < 2.5 + BUSY_S
+    assert statistics.median(after - before for before, after in itertools.pairwise(began)) > 0.1
 
 
 def test_remote_control_changes_rates_and_limits_and_refuses_what_it_cannot_do(
     app: Celery, deployment: Deployment, side: Side
 ) -> None:
     def ask(command: str, **arguments: Any) -> Any:
-        (answer,) = app.control.broadcast(command, arguments=arguments, reply=True, timeout=5, limit=1)
+        (answer,) = app.control.broadcast(command, arguments=arguments, reply=True, timeout=30, limit=1)
         return next(iter(answer.values()))
 
     assert ask("ping") == {"ok": "pong"}
@@ -161,7 +163,7 @@ def test_what_a_project_has_added_to_celerys_consumer_is_used(app: Celery, side:
     result(sent)
     assert names(side, sent)[:2] == ["STRATEGY", "task_received"]
     (step,) = (each for each in side.records() if each["what"] == "STEP")
-    assert app.control.broadcast("greet", reply=True, timeout=5, limit=1) == [
+    assert app.control.broadcast("greet", reply=True, timeout=30, limit=1) == [
         {step["hostname"]: f"hello from {step['hostname']}"}
     ]
 
@@ -178,7 +180,7 @@ def test_events_show_tasks_and_workers(app: Celery, side: Side) -> None:
             with contextlib.suppress(TimeoutError):
                 connection.drain_events(timeout=1)
 
-    app.control.enable_events(reply=True, timeout=5, limit=1)
+    app.control.enable_events(reply=True, timeout=30, limit=1)
     with app.connection_for_read() as connection:
         receiver = app.events.Receiver(connection, handlers={"*": lambda e: seen.append((e["type"], e.get("uuid")))})
         with receiver.consumer_context() as (own, *_):

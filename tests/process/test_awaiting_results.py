@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from asyncworker.errors import BrokerUnavailable
 from asyncworker.redis_broker import WorkerBroker
 from asyncworker.settings import load
 from tests.proxy import Proxy
-from tests.waiting import eventually, loop_watched, wait_until
+from tests.waiting import BUSY_S, eventually, loop_watched, wait_until
 
 TTL_MS = 60_000
 
@@ -53,7 +52,7 @@ class Store:
         for client in (self.broker.client, self.worker.client, self.client):
             client.close()
 
-    async def awaited(self, message: Message[Any], *, timeout_ms: int = 10_000) -> Any:
+    async def awaited(self, message: Message[Any], *, timeout_ms: int = 30_000) -> Any:
         return await aresult(message, timeout_ms=timeout_ms, broker=self.broker)
 
 
@@ -78,34 +77,32 @@ async def is_watched(store: Store, count: int = 1) -> None:
 
 
 @pytest.mark.parametrize("kind", ["worker", "plain"])
-async def test_a_result_wakes_who_awaits_it_whoever_stores_it(store: Store, kind: str) -> None:
-    took_ms = []
-    for number in range(100):
+async def test_a_result_wakes_who_awaits_it_whoever_stores_it(
+    store: Store, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("POLL_S", "LOOK_S", "SILENT_S"):  # no one looks for it
+        monkeypatch.setattr(result_watch, name, 60)
+    for number in range(20):
         sent = message()
-        waiting = asyncio.create_task(store.awaited(sent))
+        waiting = asyncio.create_task(store.awaited(sent, timeout_ms=30_000))
         await is_watched(store)
-        began = time.monotonic()
         storing = asyncio.create_task(asyncio.to_thread(getattr(store, kind).store_result, sent, number, TTL_MS))
         assert await waiting == number
-        took_ms.append((time.monotonic() - began) * 1000)
         await storing
-    p50, p95 = statistics.median(took_ms), sorted(took_ms)[94]
-    print(f"{kind}: awaited p50 {p50:.2f} ms, p95 {p95:.2f} ms after a thread began to store it")
-    assert statistics.median(took_ms) < 20, "polling would take longer"
 
 
 async def test_a_result_that_is_there_already_is_given_at_once_and_stays(store: Store) -> None:
     sent = message()
     store.worker.store_result(sent, {"a": 1}, TTL_MS)
-    assert await store.awaited(sent, timeout_ms=2_000) == {"a": 1}
-    assert await store.awaited(sent, timeout_ms=2_000) == {"a": 1}
+    assert await store.awaited(sent) == {"a": 1}
+    assert await store.awaited(sent) == {"a": 1}
     assert sent.get_result(backend=store.plain) == {"a": 1}
     assert 0 < store.client.pttl(store.plain.build_message_key(sent)) <= TTL_MS
 
 
 async def test_a_sent_message_has_its_result_awaited_and_got_as_dramatiq_does(store: Store) -> None:
     sent = await store.broker.aenqueue(message(), delay=5)
-    waiting = asyncio.create_task(sent.aresult(timeout_ms=5_000, broker=store.broker))
+    waiting = asyncio.create_task(sent.aresult(timeout_ms=30_000, broker=store.broker))
     await is_watched(store)
     store.worker.store_result(sent, 7, TTL_MS)
     assert await waiting == 7
@@ -122,12 +119,14 @@ async def test_a_message_that_was_given_up_fails_who_awaits_it(store: Store) -> 
 @pytest.mark.parametrize("timeout_ms", [50, 400])
 async def test_limits_below_a_second_are_kept(store: Store, timeout_ms: int) -> None:
     await store.broker.aenqueue(message())
-    began = time.monotonic()
-    with pytest.raises(ResultTimeout) as caught:
-        await store.awaited(message(), timeout_ms=timeout_ms)
-    took_ms = (time.monotonic() - began) * 1000
-    assert timeout_ms - 10 <= took_ms < timeout_ms + 250
-    assert caught.value.__cause__ is None
+    took_ms = []
+    for _ in range(5):  # of which a busy machine does not delay each
+        began = time.monotonic()
+        with pytest.raises(ResultTimeout) as caught:
+            await store.awaited(message(), timeout_ms=timeout_ms)
+        took_ms.append((time.monotonic() - began) * 1000)
+        assert caught.value.__cause__ is None
+    assert timeout_ms - 10 <= min(took_ms) < timeout_ms + 250
 
 
 async def test_a_hundred_wait_on_one_connection_and_a_cancelled_wait_leaves_none(store: Store) -> None:
@@ -207,7 +206,7 @@ async def test_who_awaits_a_result_of_a_store_that_stays_away_is_told_why_when_t
         began = time.monotonic()
         with pytest.raises(ResultTimeout) as caught:
             await waiting
-        assert time.monotonic() - began < 1.2
+        assert time.monotonic() - began < 0.8 + BUSY_S
         assert isinstance(caught.value.__cause__, redis.RedisError)
     finally:
         broker.get_results_backend().watch.close()
@@ -236,13 +235,11 @@ async def test_where_the_store_may_not_speak_up_results_are_looked_for(store: St
     broker = make_redis_broker(load({}, broker_url=f"redis://narrow:secret@127.0.0.1:{proxy.port}"))
     try:
         sent = message()
-        waiting = asyncio.create_task(aresult(sent, timeout_ms=10_000, broker=broker))
+        waiting = asyncio.create_task(aresult(sent, timeout_ms=30_000, broker=broker))
         await eventually(lambda: watching(), "it is waited for")
         await asyncio.sleep(0.2)  # the fact tested: it has been looked for in vain
         store.worker.store_result(sent, 1, TTL_MS)
-        stored = time.monotonic()
         assert await waiting == 1
-        assert time.monotonic() - stored < 5 * result_watch.POLL_S
     finally:
         broker.get_results_backend().watch.close()
         broker.client.close()

@@ -28,7 +28,7 @@ from tests.hung import browsers, suspend
 from tests.operating import dead_letter, facts, run
 from tests.site import BehaviourSite
 from tests.stores import QUEUE
-from tests.waiting import wait_until
+from tests.waiting import BUSY_S, wait_until
 from tests.workers import Deployment
 
 HELD = operating.QUEUE
@@ -199,7 +199,7 @@ def test_synchronous_code_that_runs_is_interrupted_by_the_command(deployment: De
         (told,) = facts(deployment, "cancel", message.message_id)["cancelled"]
         assert (told["found"], told["outcome"]) == ("running", "rejected")
         assert told["worker"].endswith(f":{worker.workers[0]}")
-        assert told["took_ms"] < 3_000
+        assert told["took_ms"] < 3_000 + BUSY_S * 1000
         assert worker.stop() == 0
     assert outcomes(deployment, message) == ["rejected"]
     assert deployment.dead_letters(HELD) == {}
@@ -221,6 +221,7 @@ def hasty(state_dir: Path) -> Any:
     deployment.broker.client.close()
 
 
+@pytest.mark.long
 def test_a_message_of_a_frozen_worker_is_dropped_when_that_is_taken_for_dead_and_no_one_runs_it(
     hasty: Deployment, tmp_path: Path
 ) -> None:
@@ -318,9 +319,8 @@ def test_code_that_catches_everything_and_calls_the_page_again_is_refused_and_la
         wait_until(lambda: site.requests["/never"] >= 4, "four pages load")
         answers = cancel_many(messages, wait_ms=20_000, broker=hasty.broker)
         assert [(each.found, each.is_cancelled) for each in answers] == [(Found.running, True)] * 4
-        assert (
-            max(each.took_ms or 0 for each in answers) < 1_000 + 2 * 1_000 + 2_000 + 1_500
-        )  # heard, two cleanups, close
+        longest_ms = max(each.took_ms or 0 for each in answers)
+        assert longest_ms < 1_000 + 2 * 1_000 + 2_000 + BUSY_S * 1000  # heard, two cleanups, close
         for message in messages:
             assert "Cancelled" in hasty.failure(message)
             assert outcomes(hasty, message) == ["rejected"]
@@ -351,7 +351,7 @@ def test_a_browser_that_hangs_under_cancelled_messages_is_killed_and_all_slots_c
         began = time.monotonic()
         assert all(each.is_cancelled for each in cancel_many(messages, wait_ms=20_000, broker=hasty.broker))
         wait_until(lambda: not any(processes.lives(each.pid) for each in hung), "the hung browser is killed")
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 10 + BUSY_S
         again = [hasty.send("probe.text", f"{site.url}/slow?ms=100") for _ in range(4)]
         assert [hasty.result(message) for message in again] == ["slow"] * 4
         assert worker.stop() == 0

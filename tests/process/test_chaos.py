@@ -64,6 +64,7 @@ def test_a_minute_of_chaos_loses_no_message_doubles_no_effect_and_leaves_no_proc
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.long
 def test_chaos_that_is_interrupted_ends_all_that_it_started_also_what_is_frozen(temporary: Path) -> None:
     running = start(temporary, "--minutes", "5")
     interrupt(

@@ -317,12 +317,13 @@ def test_a_server_without_room_for_another_client_is_reported_and_not_replaced(
 def test_a_server_that_hangs_is_reported_and_not_replaced(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = embedded.ensure(state_dir)
     server = psutil.Process(pid_of(state_dir))
-    monkeypatch.setattr(embedded, "answers", partial(embedded.answers, timeout_ms=100))
-    monkeypatch.setattr(embedded, "START_TIMEOUT_MS", 300)
     server.suspend()
     try:
-        with pytest.raises(BrokerUnavailable, match=f"process {server.pid} does not answer.*asyncworker down"):
-            embedded.ensure(state_dir)
+        with monkeypatch.context() as hasty:
+            hasty.setattr(embedded, "answers", partial(embedded.answers, timeout_ms=100))
+            hasty.setattr(embedded, "START_TIMEOUT_MS", 300)
+            with pytest.raises(BrokerUnavailable, match=f"process {server.pid} does not answer.*asyncworker down"):
+                embedded.ensure(state_dir)
         assert servers_in(state_dir) == [server.pid]
     finally:
         server.resume()

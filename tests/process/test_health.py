@@ -22,7 +22,7 @@ from asyncworker.settings import load
 from tests.hung import browsers, network_processes, suspend
 from tests.operating import facts, run, stands
 from tests.site import BehaviourSite
-from tests.waiting import wait_until
+from tests.waiting import BUSY_S, wait_until
 from tests.workers import Deployment, Running
 
 pytestmark = pytest.mark.needs_browser
@@ -273,6 +273,7 @@ def test_a_browser_that_answers_and_loads_nothing_is_not_ready_within_two_probes
 # --- the port
 
 
+@pytest.mark.long
 def test_the_port_answers_while_the_loop_is_blocked_and_says_by_what(
     make: Make, site: BehaviourSite, port: int
 ) -> None:
@@ -281,7 +282,7 @@ def test_the_port_answers_while_the_loop_is_blocked_and_says_by_what(
         worker_of(running)
         deployment.result(deployment.send("probe.visit", site.product_url(1)))
         wait_until(lambda: statuses(port) == (200, 200), "it is ready")
-        message = deployment.send("ladder.block_loop", 6)
+        message = deployment.send("ladder.block_loop", 2 * BUSY_S)
         wait_until(lambda: statuses(port) == (503, 503), "it is sick")
         _, body = get(port, "/live")
         assert body["state"] == "sick"
@@ -320,6 +321,7 @@ def test_several_worker_processes_share_the_port_and_another_takes_over_when_one
     assert statuses(port) is None
 
 
+@pytest.mark.long
 def test_one_stopped_worker_of_two_makes_the_port_say_so(make: Make, port: int) -> None:
     deployment = make(health_port=port, heartbeat_timeout_ms=60_000)
     with deployment.up("-p", "2", "-t", "1") as running:

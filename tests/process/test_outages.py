@@ -19,7 +19,7 @@ from asyncworker.errors import BrokerUnavailable
 from tests.outage import Server, server_in
 from tests.proxy import Proxy
 from tests.stores import Store
-from tests.waiting import wait_until
+from tests.waiting import BUSY_S, wait_until
 from tests.workers import READY, Deployment, Running
 
 WORKER = ("-p", "1", "-t", "4", "-Q", "noted")
@@ -29,6 +29,9 @@ HEARTBEAT_MS = 2_500
 
 #: What the store's append-only file may lack after a crash.
 LAST_SECOND_S = 1.0
+
+#: How long after a message was noted the store may be told on a busy machine that it is done.
+LATE_S = 2.0
 
 
 @pytest.fixture
@@ -90,20 +93,24 @@ def working(noted: Noted, *options: str) -> Iterator[Running]:
 
 
 class Sender(threading.Thread):
-    """Sends numbers, every third with a delay, until it is told to stop; `sent_at` has those that were taken."""
+    """Sends numbers, every third with a delay, until it is told to stop.
+
+    `sent_at` has those that were taken: between which two moments.
+    """
 
     def __init__(self, noted: Noted) -> None:
         super().__init__()
         self._noted = noted
-        self.sent_at: dict[int, float] = {}
+        self.sent_at: dict[int, tuple[float, float]] = {}
         self.over = threading.Event()
 
     def run(self) -> None:
         number = 0
         while not self.over.wait(0.002):
+            began = time.time()
             with contextlib.suppress(BrokerUnavailable):
                 self._noted.send(number, delay=1_500 if number % 3 == 0 else None)
-                self.sent_at[number] = time.time()
+                self.sent_at[number] = began, time.time()
             number += 1
 
 
@@ -118,23 +125,26 @@ def test_of_a_store_that_is_killed_again_and_again_nothing_older_than_a_second_i
         for _ in range(3):
             before = len(sender.sent_at)
             wait_until(lambda before=before: len(sender.sent_at) > before + 400, "some were sent")  # type: ignore[misc]
-            killed_at.append(time.time())
+            told = time.time()
             server.stop(signal.SIGKILL)
+            killed_at.append((told, time.time()))
             server.start()
         before = len(sender.sent_at)
         wait_until(lambda: len(sender.sent_at) > before + 100, "it sends on")
         sender.over.set()
         sender.join()
-        safe = {number for number, at in sender.sent_at.items() if not _in_last_second(at, killed_at)}
+        safe = {number for number, at in sender.sent_at.items() if not _in_last_second(*at, killed_at)}
         noted.wait_for(*safe)
         noted.wait_for_nothing_left()
-    assert any(number % 3 == 0 and at < killed_at[0] < at + 1.5 for number, at in sender.sent_at.items()), "delayed"
+    first = killed_at[0][0]
+    assert any(number % 3 == 0 and at < first < at + 1.5 for number, (_, at) in sender.sent_at.items()), "delayed"
     twice = {number: at for number, at in noted.times.items() if len(at) > 1}
-    assert all(_in_last_second(at[0], killed_at) for at in twice.values()), twice
+    assert all(_in_last_second(at[0], at[0] + LATE_S, killed_at) for at in twice.values()), twice
 
 
-def _in_last_second(at: float, killed_at: list[float]) -> bool:
-    return any(killed - LAST_SECOND_S <= at <= killed + 0.5 for killed in killed_at)
+def _in_last_second(began: float, ended: float, killed_at: list[tuple[float, float]]) -> bool:
+    """Whether what happened between two moments may have been in the last second before the store died."""
+    return any(began <= died and ended >= told - LAST_SECOND_S for told, died in killed_at)
 
 
 # --- away
@@ -162,7 +172,7 @@ def test_a_store_that_is_away_costs_no_message_doubles_none_and_restarts_no_one(
         began = time.monotonic()
         with pytest.raises(BrokerUnavailable) as caught:
             noted.send(100)
-        assert time.monotonic() - began < 2, "a producer is told within its bound"
+        assert time.monotonic() - began < 1 + BUSY_S, "a producer is told within its bound"
         assert caught.value.sent is (None if how == "hangs" else False), "and whether it was sent"
         noted.wait_for(1, 2, 3, 4)
         worker.wait_for_log("trying again in" if how == "is gone" else "the broker (")
@@ -205,7 +215,7 @@ def test_a_store_that_takes_no_writes_is_waited_for_and_its_producers_are_told(s
             began = time.monotonic()
             with pytest.raises(BrokerUnavailable, match=r"read only replica.*it was not sent") as caught:
                 noted.send(100)
-            assert time.monotonic() - began < 2
+            assert time.monotonic() - began < 1 + BUSY_S
             assert caught.value.sent is False
             noted.wait_for(0, 1)
             worker.wait_for_log("could not settle what is done")
@@ -299,7 +309,7 @@ def test_a_worker_that_is_stopped_while_the_store_is_away_ends_in_time_and_says_
         worker.wait_for_log("trying again in")
         began = time.monotonic()
         assert worker.stop() == 0
-        assert time.monotonic() - began < stop_ms / 1000 + 4
+        assert time.monotonic() - began < stop_ms / 1000 + 4 + BUSY_S
         lines = [line for line in worker.log.split("Shutting down")[-1].splitlines() if "run again" in line]
         assert len(lines) == 1
         assert sent.message_id in lines[0]

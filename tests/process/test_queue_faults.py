@@ -56,7 +56,7 @@ def test_who_has_said_that_it_leaves_is_not_waited_for_after_an_outage(store: St
 
 def test_on_a_full_store_workers_go_on_since_they_make_room_and_only_producers_are_refused(store: Store) -> None:
     producer, worker, dead = store.ours(), store.ours(), store.ours()
-    hasty = store.ours(send_timeout_ms=500)
+    hasty = store.ours(send_timeout_ms=2_000)
     sent = [producer.enqueue(message(number)) for number in range(4)]
     delayed = producer.enqueue(message("late"), delay=1)
     take(consumer_of(dead, prefetch=1))

@@ -22,7 +22,7 @@ from asyncworker.middleware import BrowserMiddleware
 from asyncworker.redis_broker import WorkerBroker
 from asyncworker.settings import load
 from tests.stores import QUEUE, Store, consumer_of, identifier, message, silence, take
-from tests.waiting import wait_until
+from tests.waiting import BUSY_S, wait_until
 
 
 def test_a_message_goes_from_the_producer_to_the_consumer_and_is_forgotten_when_it_is_acknowledged(
@@ -43,27 +43,26 @@ def test_a_message_goes_from_the_producer_to_the_consumer_and_is_forgotten_when_
 
 def test_an_idle_consumer_is_woken_by_a_message_and_no_other_is(store: Store) -> None:
     producer, workers = store.ours(), [store.ours() for _ in range(3)]
-    came: list[float] = []
-    looked: list[int] = []
+    came: list[Any] = []
 
     def idle(broker: WorkerBroker) -> None:
         consumer = consumer_of(broker)
+        consumer.poll_s = 60.0  # it does not look for itself
         assert next(consumer) is None  # there is nothing
-        found = next(consumer)  # one second at most, unless it is woken
-        looked.append(1)
+        found = next(consumer)
+        came.append(found)
         if found is not None:
-            came.append(time.monotonic())
             consumer.ack(found)
 
     threads = [threading.Thread(target=idle, args=(worker,)) for worker in workers]
     for thread in threads:
         thread.start()
     wait_until(lambda: _blocked(store) == 3, "all three are blocked")
-    sent_at = time.monotonic()
-    producer.enqueue(message("a"))
-    wait_until(lambda: came, "the message came")
-    assert came[0] - sent_at < 0.5, "the others would have looked after a second"
-    assert len(looked) == 1
+    for number in range(1, 4):
+        producer.enqueue(message(number))
+        wait_until(lambda number=number: len(came) >= number, "the message came")  # type: ignore[misc]
+        assert [each.args for each in came] == [(earlier,) for earlier in range(1, number + 1)]
+        assert _blocked(store) == 3 - number, "the others sleep on"
     for thread in threads:
         thread.join()
 
@@ -130,12 +129,12 @@ def test_what_a_worker_has_fetched_when_its_browser_begins_to_be_launched_goes_b
 
 def test_a_delayed_message_waits_in_the_store_until_it_is_due(store: Store) -> None:
     producer, consumer = store.ours(), consumer_of(store.ours())
+    consumer.poll_s = 60.0  # it does not look for itself
     assert next(consumer) is None
     sent = producer.enqueue(message("a"), delay=700)
     due_at = sent.options["eta"]
-    received = take(consumer)
-    late_ms = current_millis() - due_at
-    assert 0 <= late_ms < 500, "waiting for the next look would take up to a second"
+    received = take(consumer, within_s=30)
+    assert 0 <= current_millis() - due_at < BUSY_S * 1000
     assert (received.message_id, received.queue_name, received.args) == (sent.message_id, QUEUE, ("a",))
     assert "eta" not in received.options
     consumer.ack(received)
@@ -197,9 +196,12 @@ def test_a_delayed_message_begins_when_it_is_due_however_seldom_the_store_looks_
     store.client.config_set("hz", 1)  # a wait that ends in time there ends with the next second
     producer, consumer = store.ours(), consumer_of(store.ours())
     assert next(consumer) is None
-    sent = producer.enqueue(message("a"), delay=300)
-    take(consumer)
-    assert current_millis() - sent.options["eta"] < 300
+    late_ms = []
+    for _ in range(6):  # of which a busy machine does not delay each
+        sent = producer.enqueue(message("a"), delay=300)
+        consumer.ack(take(consumer))
+        late_ms.append(current_millis() - sent.options["eta"])
+    assert min(late_ms[1:]) < 300, "what waits for the next of its seconds is late by 700 ms from the second one on"
 
 
 # --- death and recovery
@@ -337,7 +339,7 @@ def test_a_producer_is_told_within_its_bound_that_nothing_was_sent() -> None:
     began = time.monotonic()
     with pytest.raises(BrokerUnavailable, match="it was not sent") as caught:
         broker.enqueue(message("a"))
-    assert 0.3 < time.monotonic() - began < 5
+    assert 0.3 < time.monotonic() - began < 0.6 + BUSY_S
     assert caught.value.sent is False
     client.close()
 
@@ -392,15 +394,18 @@ def test_a_worker_is_heard_of_while_all_its_threads_are_busy_and_its_end_is_know
     try:
         broker.enqueue(message())
         assert begun.wait(30)
-        other, ends = store.ours(heartbeat_timeout_ms=2_000), time.monotonic() + 4
-        while time.monotonic() < ends:
-            assert other.recover(QUEUE) == 0
-            time.sleep(0.1)
+        heard = set()
+        for _ in range(7):  # a timeout, by the worker's clock: this test may be late itself
+            heard.add(wait_until(lambda: (at := _heard_at(store, broker)) not in heard and at, "it is heard of"))
         over.set()
         wait_until(lambda: broker.do_qsize(QUEUE) == 0, "it is done")
     finally:
         over.set()
         worker.stop()
+
+
+def _heard_at(store: Store, broker: WorkerBroker) -> float | None:
+    return store.client.zscore("dramatiq:__heartbeats__", broker.broker_id)  # type: ignore[return-value]
 
 
 def test_of_more_rows_than_may_be_the_oldest_are_forgotten_with_what_is_settled(store: Store) -> None:

@@ -28,7 +28,7 @@ from tests import operating
 from tests.conftest import missing
 from tests.rabbitmq import PASSWORD, RabbitDeployment, RabbitServer, rabbit_server, why_missing
 from tests.site import BehaviourSite
-from tests.waiting import wait_until
+from tests.waiting import BUSY_S, wait_until
 from tests.workers import HOME, Running
 
 #: As plain Dramatiq writes a message; some of it is missing in each of these.
@@ -360,8 +360,9 @@ def test_a_producer_waits_for_a_server_that_hangs_no_longer_than_it_wants(
     deployment: RabbitDeployment, server: RabbitServer
 ) -> None:
     queue = "hanging"
-    with deployed(deployment.directory, server.url, send_timeout_ms=700) as hasty:
+    with deployed(deployment.directory, server.url) as hasty:
         hasty.broker.enqueue(add(0, 0, queue=queue))
+        hasty.broker.send_timeout_ms = 2_000
         with server.stopped():
             assert refusal(hasty, queue) is None, "it went out, and no answer came"
             assert refusal(hasty, queue) is False, "it waited behind the first"
@@ -422,7 +423,7 @@ def refusal(deployment: RabbitDeployment, queue: str) -> bool | None:
     message, began = add(9, 9, queue=queue), time.monotonic()
     with pytest.raises(BrokerUnavailable) as caught:
         deployment.broker.enqueue(message)
-    assert time.monotonic() - began < deployment.broker.send_timeout_ms / 1000 + 0.5
+    assert time.monotonic() - began < deployment.broker.send_timeout_ms / 1000 + BUSY_S
     assert PASSWORD not in str(caught.value)
     assert caught.value.untaken == [message]
     return caught.value.sent

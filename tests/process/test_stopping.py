@@ -25,14 +25,11 @@ from asyncworker.supervisor import NOT_IN_ORDER
 from tests import operating
 from tests.outage import Server, server_in
 from tests.site import BehaviourSite
-from tests.waiting import wait_until
+from tests.waiting import BUSY_S, wait_until
 from tests.workers import Deployment, Running
 
 #: Told again, a process has this to end.
 STOP_MS = 5_000
-
-#: For a machine that does other things, too: a worker looks for a signal every second, and so does its command.
-BUSY_S = 6.0
 
 STOPPED = 0
 
@@ -121,7 +118,8 @@ def test_what_waits_for_a_thread_when_the_signal_comes_goes_back_and_does_not_be
         told_at = time.time()
         worker.command.wait(30)
     ended = [float(line.split()[1]) for line in path.read_text().splitlines()]
-    assert max(ended) < told_at + 0.5, "the main thread looks for the signal once a second, and nothing waits for that"
+    begun_since = sum(at > told_at for at in ended)
+    assert begun_since < 50, "that is half a second: the main thread looks for the signal once a second"
     stand = stands(deployment, "noted")
     assert (stand["waiting"] + stand["delayed"], stand["running"], stand["lost"]) == (len(sent) - len(ended), 0, 0)
     assert not deployment.broker.client.exists("dramatiq:noted.losses")
@@ -207,7 +205,7 @@ def test_a_stop_during_a_close_that_hangs_ends_with_the_closes_limit_and_keeps_t
 
 
 @pytest.mark.needs_browser
-@pytest.mark.parametrize("command", ["dramatiq", "up"])
+@pytest.mark.parametrize("command", ["dramatiq", pytest.param("up", marks=pytest.mark.long)])
 def test_a_second_sigterm_during_navigations_interrupts_them_and_they_are_run_as_if_nothing_had_been(
     deployment: Deployment, site: BehaviourSite, command: str
 ) -> None:
@@ -252,6 +250,7 @@ def test_a_second_sigterm_ends_a_launch_that_never_ends(
 
 
 @pytest.mark.needs_browser
+@pytest.mark.long
 def test_a_second_sigterm_ends_a_close_that_hangs_before_its_own_limit(state_dir: Path, site: BehaviourSite) -> None:
     with contextlib.contextmanager(_deployment)(state_dir, close_timeout_ms=60_000) as deployment:
         with deployment.worker("-p", "1", "-t", "1") as worker:
@@ -293,22 +292,21 @@ def test_a_reload_that_a_stop_overtakes_is_one_stop_in_order(deployment: Deploym
     assert [row.outcome for row in deployment.rows(message)] == ["succeeded"]
 
 
-def test_a_third_sigterm_ends_at_once(deployment: Deployment) -> None:
-    with deployment.worker("-p", "1", "-t", "1", "-Q", "noted") as worker:
-        worker.ready()
-        message = deployment.send("note", str(deployment.directory / "notes"), 0, queue="noted", ms=60_000)
-        wait_until(lambda: deployment.rows(message), "it runs")
-        with leaving_nothing(worker):
-            tell(worker)
-            worker.wait_for_log("Stopping worker process")
-            tell(worker)
-            worker.wait_for_log("told to stop again")
-            began = time.monotonic()
-            tell(worker)
-            worker.wait_for_log("before all has ended")
-            assert time.monotonic() - began < STOP_MS / 1000 / 2
-            stops(worker, EXIT_TOLD_AGAIN, within_s=0)
-    is_unharmed(deployment, message, queue="noted", seed=None)
+def test_a_third_sigterm_ends_at_once(state_dir: Path) -> None:
+    with contextlib.contextmanager(_deployment)(state_dir, stop_timeout_ms=60_000) as deployment:
+        with deployment.worker("-p", "1", "-t", "1", "-Q", "noted") as worker:
+            worker.ready()
+            message = deployment.send("note", str(state_dir / "notes"), 0, queue="noted", ms=90_000)
+            wait_until(lambda: deployment.rows(message), "it runs")
+            with leaving_nothing(worker):
+                tell(worker)
+                worker.wait_for_log("Stopping worker process")
+                tell(worker)
+                worker.wait_for_log("told to stop again")
+                tell(worker)
+                stops(worker, EXIT_TOLD_AGAIN, within_s=1)
+            assert "before all has ended" in worker.log
+        is_unharmed(deployment, message, queue="noted", seed=None)
 
 
 def test_a_second_sigterm_while_the_store_is_away_waits_for_it_no_longer(state_dir: Path) -> None:

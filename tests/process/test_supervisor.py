@@ -161,7 +161,7 @@ def test_a_worker_that_dies_again_and_again_ends_everything_in_order_with_a_code
 
 
 def test_a_worker_that_was_ready_for_a_while_begins_a_new_row(keep: Keep) -> None:
-    supervised = keep(READY + "ready(); time.sleep(0.4); sys.exit(7)", deaths=2, steady_ms=200)
+    supervised = keep(READY + "ready(); time.sleep(1.2); sys.exit(7)", deaths=2, steady_ms=200)
     supervised.ready(4)
     assert supervised.process.poll() is None
     supervised.process.terminate()

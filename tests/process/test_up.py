@@ -16,7 +16,7 @@ from asyncworker.supervisor import NOT_IN_ORDER
 from tests import namespaces
 from tests.operating import run
 from tests.site import BehaviourSite
-from tests.waiting import wait_until
+from tests.waiting import BUSY_S, wait_until
 from tests.workers import HOME, Deployment, Running
 
 pytestmark = [pytest.mark.needs_browser, pytest.mark.timeout(240)]
@@ -86,7 +86,7 @@ def test_a_second_sigterm_ends_a_page_that_never_answers(deployment: Deployment,
         up.command.terminate()
         began = time.monotonic()
         assert up.command.wait(60) == NOT_IN_ORDER
-        assert time.monotonic() - began < (deployment.settings.stop_timeout_ms + 8_000) / 1000 + 5
+        assert time.monotonic() - began < (deployment.settings.stop_timeout_ms + 8_000) / 1000 + BUSY_S
         assert not [one for one in started if lives(one.pid)]
 
 

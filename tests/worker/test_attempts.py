@@ -134,7 +134,7 @@ def test_the_time_limit_is_raised_as_itself_after_the_cleanup_and_before_the_ret
             seen.append("cleaned up")
         return "never"
 
-    message = quick(body, time_limit=200).message()
+    message = quick(body, time_limit=1_000).message()
     assert worker.run(message) == "done"
     assert seen == ["begin 1", "cleaned up", "begin 2"]
     assert outcomes(worker, message) == ["timed_out", "succeeded"]

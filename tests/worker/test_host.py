@@ -141,7 +141,7 @@ async def test_browsers_that_keep_dying_fail_the_message_in_the_end() -> None:
 async def test_a_context_that_does_not_open_names_its_phase_and_costs_the_browser(step: str, phase: str) -> None:
     engine = FakeEngine()
     engine.delays[step] = math.inf
-    host = host_of(engine, context_timeout_ms=50)
+    host = host_of(engine, context_timeout_ms=500)
     with pytest.raises(PhaseTimeout) as caught:
         await use(host)
     assert caught.value.phase == phase
@@ -166,7 +166,7 @@ async def test_a_context_that_opens_too_late_is_closed_all_the_same() -> None:
 
 async def test_a_close_that_does_not_end_is_bounded_and_costs_the_browser() -> None:
     engine = FakeEngine()
-    host = host_of(engine, close_timeout_ms=50)
+    host = host_of(engine, close_timeout_ms=500)
     engine.delays["close_context"] = math.inf
     assert await asyncio.wait_for(use(host), BUSY_S) == 1
     engine.delays.clear()
@@ -340,7 +340,7 @@ async def test_a_call_that_still_holds_its_browser_takes_the_place_of_a_context(
 
 async def test_a_wedged_browser_is_not_waited_for_a_second_time() -> None:
     engine = FakeEngine()
-    host = BrowserHost(engine, load({}, context_timeout_ms=50, close_timeout_ms=60_000))
+    host = BrowserHost(engine, load({}, context_timeout_ms=500, close_timeout_ms=60_000))
     async with host.context(SEED):
         engine.delays["new_context"] = math.inf
         engine.delays["close_context"] = math.inf
