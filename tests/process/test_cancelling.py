@@ -57,7 +57,7 @@ def _knows(deployment: Deployment, queue: str) -> bool:
 # --- what waits
 
 
-@pytest.mark.parametrize("where", ["waiting", "delayed"])
+@pytest.mark.parametrize("where", ["waiting", pytest.param("delayed", marks=pytest.mark.long)])
 def test_what_waits_is_dropped_by_the_command_and_its_producer_is_told(deployment: Deployment, where: str) -> None:
     delay = 60_000 if where == "delayed" else None
     message = deployment.send("add", 1, 2, queue="plain", delay=delay, options={"store_results": True})

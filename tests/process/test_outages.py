@@ -152,7 +152,11 @@ def _in_last_second(began: float, ended: float, killed_at: list[tuple[float, flo
 
 @pytest.mark.parametrize(
     ("how", "away_s", "heartbeat_ms"),
-    [("is gone", 4, HEARTBEAT_MS), ("is gone", 18, 15_000), ("hangs", 12, HEARTBEAT_MS)],
+    [
+        ("is gone", 4, HEARTBEAT_MS),
+        pytest.param("is gone", 18, 15_000, marks=pytest.mark.long),
+        ("hangs", 12, HEARTBEAT_MS),
+    ],
 )
 def test_a_store_that_is_away_costs_no_message_doubles_none_and_restarts_no_one(
     server: Server, state_dir: Path, how: str, away_s: float, heartbeat_ms: int
@@ -294,7 +298,7 @@ def test_connections_that_break_in_the_middle_of_an_acknowledgement_have_it_repe
 # --- stopped meanwhile
 
 
-@pytest.mark.parametrize("actor", ["note", "note_and_answer"])
+@pytest.mark.parametrize("actor", [pytest.param("note", marks=pytest.mark.long), "note_and_answer"])
 def test_a_worker_that_is_stopped_while_the_store_is_away_ends_in_time_and_says_what_is_run_again(
     server: Server, state_dir: Path, actor: str
 ) -> None:

@@ -46,6 +46,7 @@ def test_what_a_killed_worker_ran_and_held_is_run_by_the_next_in_time_and_nothin
     assert [len(each) for each in rows] == [2, 2, 2, 1, 1, 1, 1, 1, 1], "what had not begun is no attempt"
 
 
+@pytest.mark.long
 def test_a_worker_that_was_stopped_for_long_goes_on_and_cannot_acknowledge_what_another_has_run(
     deployment: Deployment, site: BehaviourSite
 ) -> None:

@@ -166,6 +166,7 @@ def test_what_code_opens_on_the_browser_itself_is_closed_with_its_session(
 ) -> None:
     with deployment.worker("-p", "1", "-t", "1") as worker:
         assert deployment.result(deployment.send("probe.leave_open", site.product_url(1))) == 4
+        wait_until(lambda: deployment.counts().get("contexts_closed") == 4, "they are closed, soon after the result")
         assert deployment.result(deployment.send("probe.contexts")) == 1
         assert worker.stop() == 0
     assert deployment.counts()["contexts_opened"] == deployment.counts()["contexts_closed"] == 5
