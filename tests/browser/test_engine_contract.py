@@ -206,7 +206,8 @@ async def test_a_crash_of_one_page_is_that_messages_alone_and_the_browser_lives_
 async def test_a_wedged_browser_costs_a_message_its_limit_and_is_replaced(
     subject: Subject, site: BehaviourSite
 ) -> None:
-    host = subject.host(context_timeout_ms=500, close_timeout_ms=500)
+    limit_ms = 500 if subject.name == "fake" else 4_000  # which a browser that is well needs on a busy machine
+    host = subject.host(context_timeout_ms=limit_ms, close_timeout_ms=limit_ms)
     async with host.context(SEED):
         pass
     stopped = subject.wedge()

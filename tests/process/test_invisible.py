@@ -182,7 +182,7 @@ def test_two_hundred_messages_of_five_seeds_each_run_under_their_own_in_two_brow
 def test_a_wedged_engine_costs_its_messages_their_own_limits_and_a_new_one_serves_the_rest(
     deploy: Deploy, standin: Standin, site: BehaviourSite
 ) -> None:
-    deployment = deploy(close_timeout_ms=1_000, context_timeout_ms=1_000)
+    deployment = deploy(close_timeout_ms=1_000, context_timeout_ms=3_000)
     with deployment.worker("-p", "1", "-t", "3") as worker:
         stuck = [deployment.send("probe.stuck", f"{site.url}/never", seed=7) for _ in range(3)]
         rest = [deployment.send("probe.visitor", seed=7) for _ in range(6)]
